@@ -1,0 +1,65 @@
+# Everything a fresh machine needs is behind these targets; `make help` lists them.
+PYTHON ?= python3
+VENV ?= .venv
+PROFILE ?= demo
+BIN := $(VENV)/bin
+# PyTorch publishes its CPU builds ("2.13.0+cpu") on its own wheel index, not on PyPI.
+TORCH := torch==2.13.0+cpu
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+STAMP := $(VENV)/.eagle3-ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint nb lab report lock notebooks conda clean
+
+help: ## List the targets
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## Create the environment in .venv (done once; again when a lock changes)
+
+# The lock holds every package: --no-deps keeps pip from adding what requirements/overrides.txt leaves out.
+$(STAMP): requirements/cpu.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if v in ((3, 11), (3, 12)) else \
+	  f"found Python {v[0]}.{v[1]}, expected 3.11 or 3.12; run: make $(MAKECMDGOALS) PYTHON=python3.12")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Setting up $(VENV): about 3.3 GB, some minutes, once."
+	@$(BIN)/python -m pip install -qq --no-deps --disable-pip-version-check "$(TORCH)" 2>/dev/null \
+	  || $(BIN)/python -m pip install --no-deps --index-url $(TORCH_INDEX) "$(TORCH)"
+	@$(BIN)/python -m pip install -qq --no-deps --disable-pip-version-check -r requirements/cpu.txt
+	@$(BIN)/python -m pip install -qq --no-deps --no-build-isolation --disable-pip-version-check -e .
+	@touch $@
+
+demo: setup ## Run the whole pipeline on SmolLM2-135M-Instruct with vLLM on the CPU
+	@$(BIN)/eagle3 run demo
+
+test: setup ## Run every check: unit laws, notebooks under nbval, the real engine against the simulator
+	@$(BIN)/python -m pytest
+
+lint: setup ## ruff over code and notebooks, notebooks stripped, parameter cells in step with the models
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/nbstripout --verify notebooks/*.ipynb
+	@$(BIN)/eagle3 notebooks --check
+
+nb: setup ## Run every notebook under nbval with the tiny profile
+	@$(BIN)/python -m pytest tests/notebooks -m notebooks
+
+lab: setup ## Open JupyterLab in this environment
+	@cd notebooks && ../$(BIN)/jupyter lab
+
+report: setup ## Make the report of PROFILE's run again (PROFILE=demo)
+	@$(BIN)/eagle3 report $(PROFILE)
+
+notebooks: setup ## Write the notebooks' parameter cells from the parameter models
+	@$(BIN)/eagle3 notebooks
+
+lock: ## Make requirements/cpu.txt again (needs uv; FIND_LINKS names a folder that holds the torch wheel)
+	uv pip compile pyproject.toml --extra cpu --extra dev --override requirements/overrides.txt \
+	  --universal --python-version 3.11 --no-annotate --no-header --no-emit-index-url --no-emit-find-links \
+	  $(if $(FIND_LINKS),--find-links $(FIND_LINKS),--extra-index-url $(TORCH_INDEX) --index-strategy unsafe-best-match) \
+	  --quiet -o requirements/cpu.txt
+
+conda: ## Create the conda environment "eagle3" from environment.yml
+	PIP_NO_DEPS=1 PIP_EXTRA_INDEX_URL=$(TORCH_INDEX) conda env create -f environment.yml
+
+clean: ## Remove the runs (outputs/examples stays); the environment stays
+	find outputs -mindepth 1 -maxdepth 1 ! -name examples -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Launching inference engines and talking to them over HTTP."""

@@ -1,0 +1,1 @@
+"""What every phase shares: parameters, the run folder, findings, files, processes, the runner."""

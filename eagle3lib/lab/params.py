@@ -1,0 +1,208 @@
+"""Parameters: the one place that owns type, default and help of everything a user can set.
+
+``eagle3 notebooks`` writes the notebooks' ``parameters`` cells from these models, a profile
+(``params/NAME.yaml``) holds ``common:`` and one section a phase, and the command line overrides
+both. The defaults are the demo: SmolLM2-135M-Instruct with vLLM on a CPU.
+
+Types stay what papermill's parameter cells can hold: str, int, float, bool, list.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from eagle3lib.lab.errors import UserError
+from eagle3lib.lab.machine import ROOT
+
+Dtype = Literal["bfloat16", "float32"]
+
+
+class PhaseParams(BaseModel):
+    """What every phase takes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    PHASE: ClassVar[str] = ""
+    UPSTREAM: ClassVar[tuple[str, ...]] = ()
+    FILES: ClassVar[tuple[str, ...]] = ()  # fields that name input files
+
+    run: str = Field("demo", description="name of the run; its folder is outputs/RUN")
+    target: str = Field(
+        "smollm2-135m-instruct",
+        description="smollm2-135m-instruct (out of its package), a local folder, or a Hub id",
+    )
+
+    @field_validator("run")
+    @classmethod
+    def _run_is_a_folder_name(cls, value: str) -> str:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value) or value == "examples":
+            raise ValueError("a run's name is letters, digits, '.', '_', '-', and not 'examples'")
+        return value
+
+    @classmethod
+    def from_notebook(cls, namespace: dict[str, Any]) -> Self:
+        """Read the values of a notebook's ``parameters`` cell (and of what was injected after it)."""
+        missing = [name for name in cls.model_fields if name not in namespace]
+        if missing:
+            raise UserError(
+                f"the parameters cell lacks: {', '.join(missing)}",
+                expected=f"every field of {cls.__name__}",
+                where=f"notebooks/{cls.PHASE}.ipynb",
+                next="eagle3 notebooks",
+            )
+        return cls.checked({name: namespace[name] for name in cls.model_fields}, "the parameters cell")
+
+    @classmethod
+    def checked(cls, values: dict[str, Any], source: str) -> Self:
+        """Validate; every problem becomes a line of one ``UserError`` that names the parameter."""
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            lines = [_explain(cls, problem) for problem in error.errors()]
+            raise UserError("\n".join(lines), where=source, next=f"eagle3 params {cls.PHASE}") from None
+
+    def input_files(self) -> dict[str, Path]:
+        """Parameter name -> path of the input files named by parameters (relative to the repository)."""
+        named = {field: getattr(self, field) for field in self.FILES}
+        return {field: resolve(value) for field, value in named.items() if value}
+
+
+def resolve(path: str) -> Path:
+    """A path of the parameters: absolute, or relative to the repository."""
+    given = Path(path).expanduser()
+    return given if given.is_absolute() else ROOT / given
+
+
+def _explain(cls: type[PhaseParams], problem: Any) -> str:
+    name = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        known = ", ".join(cls.model_fields)
+        return f"unknown parameter {name!r} of {cls.PHASE}; known are: {known}"
+    return f"parameter {name!r} of {cls.PHASE}: found {problem['input']!r}; {problem['msg']}"
+
+
+class PlanParams(PhaseParams):
+    PHASE: ClassVar[str] = "00_plan"
+
+    answer_tokens: int = Field(15_000, ge=1, description="answer tokens that are to be generated")
+    prompt_tokens_per_answer_token: float = Field(
+        0.6, ge=0, description="prompt tokens captured for each answer token"
+    )
+    max_model_len: int = Field(1024, ge=16, description="longest conversation served, in tokens")
+    num_speculative_tokens: int = Field(3, ge=1, le=16, description="K, drafted tokens per round")
+
+
+class GenerateParams(PhaseParams):
+    PHASE: ClassVar[str] = "01_generate_data"
+    FILES: ClassVar[tuple[str, ...]] = ("workload", "general")
+
+    workload: str = Field(
+        "params/prompts/python_tasks.jsonl", description="prompts that the drafter is to be good at"
+    )
+    general: str = Field(
+        "params/prompts/general.jsonl", description="prompts of another kind, reported beside it"
+    )
+    answer_tokens: int = Field(15_000, ge=1, description="stop after so many training answer tokens")
+    heldout_workload: int = Field(40, ge=1, description="held-out prompts of the workload")
+    heldout_general: int = Field(20, ge=0, description="held-out prompts of the general set")
+    max_new_tokens: int = Field(96, ge=4, description="longest answer, in tokens")
+    temperature: float = Field(0.0, ge=0, le=2, description="sampling temperature, 0 is greedy")
+    concurrency: int = Field(16, ge=1, le=1024, description="requests in flight at once")
+    dtype: Dtype = Field("bfloat16", description="bfloat16 or float32, as served")
+    max_model_len: int = Field(1024, ge=16, description="longest conversation served, in tokens")
+    max_reject_share: float = Field(
+        0.2, ge=0, le=1, description="stop when a larger share of the rows was rejected"
+    )
+    server: str = Field("", description="address of a running server, empty starts one")
+
+
+class CaptureParams(PhaseParams):
+    PHASE: ClassVar[str] = "02_capture_hidden_states"
+    UPSTREAM: ClassVar[tuple[str, ...]] = ("01_generate_data",)
+
+    dtype: Dtype = Field("bfloat16", description="bfloat16 or float32, of the target and the states")
+    batch_tokens: int = Field(2048, ge=1, description="tokens in one forward, padding included")
+    shard_rows: int = Field(64, ge=1, description="conversations in one shard file")
+    min_teacher_agreement: float = Field(
+        0.9, ge=0, le=1, description="least share of greedy answer tokens that the states must give"
+    )
+
+
+class VocabParams(PhaseParams):
+    PHASE: ClassVar[str] = "03_build_vocab_map"
+    UPSTREAM: ClassVar[tuple[str, ...]] = ("01_generate_data",)
+
+    draft_vocab_size: int = Field(4096, ge=8, description="tokens that the drafter can propose")
+
+
+class TrainParams(PhaseParams):
+    PHASE: ClassVar[str] = "04_train_drafter"
+    UPSTREAM: ClassVar[tuple[str, ...]] = ("02_capture_hidden_states", "03_build_vocab_map")
+
+    epochs: int = Field(12, ge=1, description="passes over the training answers")
+    steps: int = Field(4, ge=1, le=16, description="training-time-test steps, 7 is the general choice")
+    step_weight: float = Field(0.8, gt=0, le=1, description="weight of a step's loss over the one before")
+    batch_rows: int = Field(8, ge=1, description="conversations in one optimizer step")
+    learning_rate: float = Field(1e-3, gt=0, description="peak learning rate of AdamW")
+    warmup_share: float = Field(0.05, ge=0, le=1, description="share of all updates that warm up")
+    weight_decay: float = Field(0.01, ge=0, description="AdamW weight decay of matrices")
+    max_grad_norm: float = Field(1.0, gt=0, description="gradient clipping, global norm")
+    precision: Dtype = Field("bfloat16", description="bfloat16 or float32, of the matrix products")
+    checkpoint_every: int = Field(1, ge=1, description="epochs between checkpoints and evaluations")
+    processes: int = Field(1, ge=1, description="training processes on this machine, one a GPU")
+    seed: int = Field(0, ge=0, description="seed of weights and of the order of rows")
+
+
+class ExportParams(PhaseParams):
+    PHASE: ClassVar[str] = "05_export_drafter"
+    UPSTREAM: ClassVar[tuple[str, ...]] = ("04_train_drafter",)
+
+    dtype: Dtype = Field("bfloat16", description="bfloat16 or float32, of the exported weights")
+    max_logit_difference: float = Field(
+        0.0, ge=0, description="largest difference in logits after the reload, same dtype"
+    )
+
+
+class BenchmarkParams(PhaseParams):
+    PHASE: ClassVar[str] = "06_benchmark_serving"
+    UPSTREAM: ClassVar[tuple[str, ...]] = ("01_generate_data", "05_export_drafter")
+
+    num_speculative_tokens: int = Field(3, ge=1, le=16, description="K, drafted tokens per round")
+    workload_prompts: int = Field(16, ge=1, description="held-out prompts of the workload")
+    general_prompts: int = Field(8, ge=0, description="held-out prompts of the general set")
+    repeats: int = Field(3, ge=1, description="times that every prompt is asked of every arm")
+    max_new_tokens: int = Field(96, ge=4, description="longest answer, in tokens")
+    dtype: Dtype = Field("bfloat16", description="bfloat16 or float32, as served")
+    max_model_len: int = Field(1024, ge=16, description="longest conversation served, in tokens")
+    compile: bool = Field(False, description="let the engine compile its graphs, slow to start")
+    reference_drafter: str = Field("", description="folder of a known-good drafter, a second arm")
+
+
+class DiagnoseParams(PhaseParams):
+    PHASE: ClassVar[str] = "07_diagnose_acceptance"
+    UPSTREAM: ClassVar[tuple[str, ...]] = ("05_export_drafter", "06_benchmark_serving")
+
+    tolerance: float = Field(
+        0.01, gt=0, lt=1, description="relative difference of pooled acceptance length that is agreement"
+    )
+    good_acceptance_length: float = Field(
+        1.5, ge=1, description="acceptance length from which the drafter is called good"
+    )
+
+
+PHASES: dict[str, type[PhaseParams]] = {
+    model.PHASE: model
+    for model in (
+        PlanParams,
+        GenerateParams,
+        CaptureParams,
+        VocabParams,
+        TrainParams,
+        ExportParams,
+        BenchmarkParams,
+        DiagnoseParams,
+    )
+}

@@ -1,0 +1,267 @@
+"""The run folder: what was made, from what, by which versions; and what has to be made again.
+
+    outputs/RUN/manifest.json              the target and the phases that are done
+    outputs/RUN/PHASE/inputs.json          written first: what this phase depends on
+    outputs/RUN/PHASE/progress.json        while it runs
+    outputs/RUN/PHASE/...                  its artefacts and logs
+    outputs/RUN/PHASE/metrics.json         the numbers that the notebook shows
+    outputs/RUN/PHASE/manifest.json        written last: its existence means that the phase is whole
+    outputs/RUN/reports/PHASE.ipynb, .html the executed notebook (also when it failed)
+
+A phase whose inputs are the ones recorded is resumed (or, when whole, skipped). When they differ
+the old folder is set aside as ``PHASE.previous`` and the phase starts afresh; hidden states, which
+are large and can be made again, are deleted instead.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from tqdm.auto import tqdm
+
+from eagle3lib.lab.errors import UserError
+from eagle3lib.lab.files import hash_file, hash_files, hash_json, read_json, write_json
+from eagle3lib.lab.machine import ROOT, describe_machine, git_state, versions
+from eagle3lib.lab.params import PHASES, PhaseParams
+
+State = Literal["new", "stale", "resume", "done"]
+
+
+def outputs_root() -> Path:
+    return Path(os.environ.get("EAGLE3_OUTPUTS", ROOT / "outputs")).expanduser().resolve()
+
+
+def run_folder(run: str) -> Path:
+    return outputs_root() / run
+
+
+@dataclass
+class Phase:
+    """One phase of one run. Notebooks get it from :func:`begin` and close it with :meth:`finish`."""
+
+    params: PhaseParams
+    inputs: dict[str, Any]
+    started_s: float = field(default_factory=time.time)
+
+    @property
+    def name(self) -> str:
+        return self.params.PHASE
+
+    @property
+    def folder(self) -> Path:
+        return run_folder(self.params.run) / self.name
+
+    def of(self, upstream: str) -> Path:
+        """Folder of a finished phase of the same run."""
+        return run_folder(self.params.run) / upstream
+
+    def log_file(self, name: str) -> Path:
+        path = self.folder / "logs" / f"{name}.log"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+    @contextmanager
+    def progress(self, total: int, unit: str, what: str, done: int = 0) -> Iterator[Progress]:
+        """A progress bar that also writes ``progress.json`` for ``eagle3 run`` and ``eagle3 status``."""
+        bar = Progress(self.folder / "progress.json", total, unit, what, done)
+        try:
+            yield bar
+        finally:
+            bar.close()
+
+    def finish(self, metrics: dict[str, Any], artefacts: Iterable[Path] = ()) -> dict[str, Any]:
+        """Write metrics, then the manifest, last. Returns the metrics, to be shown."""
+        write_json(self.folder / "metrics.json", metrics)
+        files = sorted(artefacts)
+        manifest = {
+            "phase": self.name,
+            "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+            "duration_s": round(time.time() - self.started_s, 1),
+            "inputs": self.inputs,
+            "fingerprint": hash_files(files, self.folder),
+            "artefacts": {str(p.relative_to(self.folder)): p.stat().st_size for p in files},
+            "versions": versions(),
+            "git": git_state(),
+        }
+        write_json(self.folder / "manifest.json", manifest)
+        (self.folder / "progress.json").unlink(missing_ok=True)
+        _write_run_manifest(self.params, self.inputs["target"])
+        return metrics
+
+
+class Progress:
+    """tqdm in the notebook, and the same numbers on disk once a second."""
+
+    def __init__(self, path: Path, total: int, unit: str, what: str, done: int):
+        self._bar = tqdm(total=total, unit=unit, desc=what, initial=done, mininterval=5, ascii=True)
+        self._path, self._what, self._started, self._initial = path, what, time.time(), done
+        self._written_s = 0.0
+        self._write()
+
+    def update(self, count: int) -> None:
+        self._bar.update(count)
+        if time.time() - self._written_s > 1:
+            self._write()
+
+    def close(self) -> None:
+        self._bar.close()
+        self._write()
+
+    def _write(self) -> None:
+        self._written_s = time.time()
+        done, total = self._bar.n, self._bar.total
+        elapsed_s = self._written_s - self._started
+        rate = (done - self._initial) / elapsed_s if elapsed_s > 0 else 0.0
+        left_s = (total - done) / rate if rate > 0 else None
+        write_json(
+            self._path,
+            {"what": self._what, "done": done, "total": total, "unit": self._bar.unit,
+             "per_s": round(rate, 3), "left_s": None if left_s is None else round(left_s, 1)},
+        )  # fmt: skip
+
+
+def gather_inputs(params: PhaseParams, target_fingerprint: str) -> dict[str, Any]:
+    """Everything that a phase's result depends on; raises when an upstream phase is not done."""
+    upstream = {}
+    for name in params.UPSTREAM:
+        manifest = run_folder(params.run) / name / "manifest.json"
+        if not manifest.exists():
+            raise UserError(
+                f"{params.PHASE} needs {name}, which is not finished",
+                where=manifest.parent,
+                next=f"eagle3 run PROFILE {name}   (or open notebooks/{name}.ipynb and run it)",
+            )
+        upstream[name] = read_json(manifest)["fingerprint"]
+    files = {}
+    for field_name, path in params.input_files().items():
+        if not path.is_file():
+            raise UserError(
+                f"the file that parameter {field_name!r} of {params.PHASE} names is not there", where=path
+            )
+        files[field_name] = hash_file(path)
+    return {
+        "target": target_fingerprint,
+        "params": params.model_dump(mode="json", exclude={"run"}),
+        "upstream": upstream,
+        "files": files,
+        "notebook": notebook_hash(params.PHASE),
+    }
+
+
+def notebook_hash(phase: str) -> str:
+    """Fingerprint of a notebook's code without its parameters cell (formatting of text is free)."""
+    path = ROOT / "notebooks" / f"{phase}.ipynb"
+    if not path.exists():
+        return ""
+    cells = [c for c in read_json(path)["cells"] if c["cell_type"] == "code"]
+    return hash_json(
+        ["".join(c["source"]) for c in cells if "parameters" not in c["metadata"].get("tags", [])]
+    )
+
+
+def phase_state(params: PhaseParams, inputs: dict[str, Any]) -> tuple[State, str]:
+    """Whether a phase is done, and if not, why it runs (again)."""
+    folder = run_folder(params.run) / params.PHASE
+    if not (folder / "inputs.json").exists():
+        return "new", "never run"
+    recorded = read_json(folder / "inputs.json")
+    if recorded != inputs:
+        return "stale", _explain_difference(recorded, inputs)
+    if not (folder / "manifest.json").exists():
+        return "resume", "was interrupted"
+    for name, size in read_json(folder / "manifest.json")["artefacts"].items():
+        artefact = folder / name
+        if not artefact.exists() or artefact.stat().st_size != size:
+            return "resume", f"{name} is missing or of another size"
+    return "done", "done and unchanged"
+
+
+def begin(params: PhaseParams, target_fingerprint: str) -> Phase:
+    """Open a phase: bind the run to the target, set a stale folder aside, or resume.
+
+    Raises ``UserError`` when the run folder belongs to another target; nothing is touched then.
+    """
+    check_run_target(params, target_fingerprint)
+    inputs = gather_inputs(params, target_fingerprint)
+    state, _ = phase_state(params, inputs)
+    folder = run_folder(params.run) / params.PHASE
+    if state == "stale":
+        _set_aside(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "inputs.json", inputs)
+    (folder / "manifest.json").unlink(missing_ok=True)
+    _write_run_manifest(params, target_fingerprint)
+    return Phase(params=params, inputs=inputs)
+
+
+def check_run_target(params: PhaseParams, target_fingerprint: str) -> None:
+    path = run_folder(params.run) / "manifest.json"
+    if not path.exists():
+        return
+    bound = read_json(path)["target"]
+    if bound["fingerprint"] != target_fingerprint:
+        raise UserError(
+            f"run {params.run!r} belongs to target {bound['name']!r} (fingerprint "
+            f"{bound['fingerprint']}), not to {params.target!r} ({target_fingerprint})",
+            expected="one target a run",
+            where=path,
+            next="choose another name: eagle3 run PROFILE run=NEW_NAME",
+        )
+
+
+def _set_aside(folder: Path) -> None:
+    shutil.rmtree(folder / "states", ignore_errors=True)  # large, and quickly made again
+    previous = folder.with_name(f"{folder.name}.previous")
+    shutil.rmtree(previous, ignore_errors=True)
+    folder.rename(previous)
+
+
+def _explain_difference(old: dict[str, Any], new: dict[str, Any]) -> str:
+    """The first few differences in words, parameters by name."""
+    words = []
+    for name, value in new["params"].items():
+        before = old["params"].get(name)
+        if before != value:
+            words.append(f"{name} {before} -> {value}")
+    words += [f"{n} was made again" for n, v in new["upstream"].items() if old["upstream"].get(n) != v]
+    words += [f"the file of {n} changed" for n, v in new["files"].items() if old["files"].get(n) != v]
+    if old["notebook"] != new["notebook"]:
+        words.append("the notebook changed")
+    if old["target"] != new["target"]:
+        words.append("the target changed")
+    return ", ".join(words[:4]) or "its recorded inputs are of another version"
+
+
+def _write_run_manifest(params: PhaseParams, target_fingerprint: str) -> None:
+    folder = run_folder(params.run)
+    phases = {}
+    for name in PHASES:
+        manifest = folder / name / "manifest.json"
+        if manifest.exists():
+            content = read_json(manifest)
+            phases[name] = {
+                "finished": content["finished"],
+                "duration_s": content["duration_s"],
+                "bytes": sum(content["artefacts"].values()),
+                "fingerprint": content["fingerprint"],
+                "parameters": content["inputs"]["params"],
+            }
+    write_json(
+        folder / "manifest.json",
+        {
+            "run": params.run,
+            "target": {"name": params.target, "fingerprint": target_fingerprint},
+            "phases": phases,
+            "machine": describe_machine(folder),
+            "versions": versions(),
+            "git": git_state(),
+        },
+    )
