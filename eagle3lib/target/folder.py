@@ -1,0 +1,149 @@
+"""Find a target, check that its folder is whole, and read what its config says."""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eagle3lib.lab.errors import UserError
+from eagle3lib.lab.files import hash_file, hash_json, read_json
+from eagle3lib.lab.finding import Finding, raise_errors
+from eagle3lib.target import smollm2
+
+
+@dataclass(frozen=True)
+class Target:
+    """A Hugging Face folder that was checked. ``config`` is the text model's configuration."""
+
+    name: str
+    folder: Path
+    config: dict[str, Any]
+    fingerprint: str
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.config["num_hidden_layers"])
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.config["hidden_size"])
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.config["vocab_size"])
+
+    def stop_ids(self) -> list[int]:
+        """End-of-text and end-of-turn ids that the model's files name."""
+        generation = self.folder / "generation_config.json"
+        named = [self.config.get("eos_token_id")]
+        if generation.exists():
+            named.append(read_json(generation).get("eos_token_id"))
+        flat = [i for ids in named if ids is not None for i in (ids if isinstance(ids, list) else [ids])]
+        return sorted(set(flat))
+
+
+def open_target(name: str) -> Target:
+    """``smollm2-135m-instruct``, a local folder, or a Hub id (downloaded by huggingface-hub).
+
+    Raises ``UserError`` with every problem of the folder: no config, no tokenizer, no weights, a
+    shard that is missing or cut short.
+    """
+    folder = _find(name)
+    raise_errors(check_target_folder(folder))
+    raw = read_json(folder / "config.json")
+    config = {**raw, **raw["text_config"]} if isinstance(raw.get("text_config"), dict) else raw
+    return Target(name=name, folder=folder, config=config, fingerprint=_fingerprint(folder))
+
+
+def _find(name: str) -> Path:
+    if name == smollm2.NAME:
+        return smollm2.smollm2_folder()
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
+        raise UserError(
+            f"no target {name!r}", expected=f"{smollm2.NAME}, a folder, or a Hub id ORG/NAME",
+            where=path, next="set parameter 'target'",
+        )  # fmt: skip
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).split("\n")[0]
+        raise UserError(
+            f"the Hub has no {name!r} for us: {reason}", expected="a public or permitted model id",
+            next="hf auth login, or download it and give the folder",
+        ) from None  # fmt: skip
+
+
+def _fingerprint(folder: Path) -> str:
+    """Of config, tokenizer and weights (large shards by size and both ends)."""
+    names = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+    files = [folder / n for n in names if (folder / n).exists()] + sorted(folder.glob("*.safetensors"))
+    return hash_json({f.name: hash_file(f) for f in files})
+
+
+def check_target_folder(folder: Path) -> list[Finding]:
+    """What a target's folder must hold before anything is started with it."""
+
+    def error(code: str, title: str, evidence: str, where: Path) -> Finding:
+        return Finding(code, "error", title, evidence, "download or copy the model again", str(where))
+
+    if not (folder / "config.json").exists():
+        return [error("target-config", "the target's folder has no config.json",
+                      "a Hugging Face model folder", folder)]  # fmt: skip
+    findings = []
+    config = read_json(folder / "config.json")
+    text = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
+    missing = [k for k in ("num_hidden_layers", "hidden_size", "vocab_size") if k not in (text or {})]
+    if missing:
+        findings.append(error("target-config", f"the target's config lacks {', '.join(missing)}",
+                              "a decoder-only language model", folder / "config.json"))  # fmt: skip
+    tokenizers = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json")
+    if not any((folder / name).exists() for name in tokenizers):
+        findings.append(error("target-tokenizer", "the target's folder has no tokenizer",
+                              f"one of {', '.join(tokenizers)}", folder))  # fmt: skip
+    shards = _named_shards(folder)
+    if not shards:
+        findings.append(error("target-weights", "the target's folder has no weights",
+                              "*.safetensors files", folder))  # fmt: skip
+    for shard in shards:
+        problem = _shard_problem(shard)
+        if problem:
+            findings.append(error("target-shard", f"{shard.name} {problem}", "a whole file", shard))
+    return findings
+
+
+def _named_shards(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        return sorted({folder / name for name in read_json(index)["weight_map"].values()})
+    return sorted(folder.glob("*.safetensors"))
+
+
+def _shard_problem(path: Path) -> str:
+    """A safetensors file says in its header how long it is; empty string if it is that long."""
+    if not path.exists():
+        return "is named by the index but missing"
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(8)
+        if len(head) < 8:
+            return f"is cut short: {size} bytes"
+        length = struct.unpack("<Q", head)[0]
+        if 8 + length > size:
+            return f"is cut short: {size} bytes, its header alone needs {8 + length}"
+        try:
+            header = json.loads(file.read(length))
+        except (json.JSONDecodeError, UnicodeDecodeError):
+            return "has a broken header"
+    ends = [t["data_offsets"][1] for k, t in header.items() if k != "__metadata__"]
+    wanted = 8 + length + max(ends, default=0)
+    return "" if size >= wanted else f"is cut short: {size} of {wanted} bytes"
