@@ -152,6 +152,7 @@ class TrainParams(PhaseParams):
     max_grad_norm: float = Field(1.0, gt=0, description="gradient clipping, global norm")
     precision: Dtype = Field("bfloat16", description="bfloat16 or float32, of the matrix products")
     checkpoint_every: int = Field(1, ge=1, description="epochs between checkpoints and evaluations")
+    num_speculative_tokens: int = Field(3, ge=1, le=16, description="K of the evaluations")
     processes: int = Field(1, ge=1, description="training processes on this machine, one a GPU")
     seed: int = Field(0, ge=0, description="seed of weights and of the order of rows")
 

@@ -1,0 +1,38 @@
+"""``torchrun -m eagle3lib.training JOB.json``: one rank of a training job (see ``job.py``)."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from eagle3lib.lab.errors import UserError
+from eagle3lib.lab.files import read_json
+from eagle3lib.lab.params import TrainParams
+from eagle3lib.target.folder import open_target
+from eagle3lib.training.loop import Folders, Trainer
+
+
+def main() -> int:
+    job = read_json(Path(sys.argv[1]))
+    torch.set_num_threads(int(job["threads"]))
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group("gloo")
+    cfg = TrainParams.checked(job["params"], sys.argv[1])
+    folders = Folders(*(Path(job[name]) for name in ("phase", "states", "vocab")))
+    try:
+        Trainer(cfg, open_target(cfg.target), folders).run()
+    except UserError as error:
+        print(f"USER ERROR\n{error}", file=sys.stderr, flush=True)
+        return 2
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
