@@ -66,10 +66,16 @@ def is_looping(ids: list[int]) -> bool:
 
 
 def generate_answers(
-    prompts: Iterable[Prompt], client: Client, folder: Path, sampling: Sampling, *,
-    concurrency: int, max_reject_share: float, want_tokens: int = 0,
+    prompts: Iterable[Prompt],
+    client: Client,
+    folder: Path,
+    sampling: Sampling,
+    *,
+    concurrency: int,
+    max_reject_share: float,
+    want_tokens: int = 0,
     on_answer: Callable[[AnswerRow], None] = lambda row: None,
-) -> list[AnswerRow]:  # fmt: skip
+) -> list[AnswerRow]:
     """Answer ``prompts`` in their order, ``concurrency`` at once; returns all answers of the folder.
 
     ``want_tokens``: stop asking once the answers to these prompts hold so many tokens (0: answer all).
@@ -96,6 +102,7 @@ def generate_answers(
                         break
                     running[pool.submit(_ask, prompt, client, model, sampling)] = prompt
                 if not running:
+                    _check_share(len(refused), len(done), max_reject_share, folder, least=1)
                     return list(done.values())
                 ready, _ = wait(running, return_when=FIRST_COMPLETED)
                 for future in ready:
@@ -118,11 +125,13 @@ def generate_answers(
 def _ask(prompt: Prompt, client: Client, model: str, sampling: Sampling) -> AnswerRow | Reject:
     try:
         answer = client.chat(
-            list(prompt.messages), model=model, max_tokens=sampling.max_new_tokens,
+            list(prompt.messages),
+            model=model,
+            max_tokens=sampling.max_new_tokens,
             temperature=sampling.temperature,
             # One seed a prompt: at temperature > 0 a resumed run asks the same question again.
             seed=int(prompt.id[:8], 16) % 2**31,
-        )  # fmt: skip
+        )
     except openai.BadRequestError as error:  # too long for the context, most often
         return Reject(prompt.set, f"refused by the server: {_short(error)}", prompt.id)
     except openai.OpenAIError as error:
@@ -156,12 +165,16 @@ def _append(file: TextIO, row: dict[str, Any]) -> None:
     os.fsync(file.fileno())
 
 
-def _check_share(refused: int, answered: int, limit: float, folder: Path) -> None:
+def _check_share(
+    refused: int, answered: int, limit: float, folder: Path, *, least: int = 20
+) -> None:
+    """Raise when too many were refused of at least ``least``: a first few say nothing of a share."""
     asked = refused + answered
-    if asked >= 20 and refused > limit * asked:
+    if asked >= least and refused > limit * asked:
         reasons = Counter(row["reason"] for row in read_rejects(folder)).most_common(3)
         raise UserError(
-            f"{refused} of {asked} prompts were refused: " + "; ".join(f"{n} x {r}" for r, n in reasons),
+            f"{refused} of {asked} prompts were refused: "
+            + "; ".join(f"{n} x {r}" for r, n in reasons),
             expected=f"at most {limit:.0%} (parameter max_reject_share)",
             where=folder / "rejects.jsonl",
         )

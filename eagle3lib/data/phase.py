@@ -12,7 +12,13 @@ from typing import Any
 
 import pandas as pd
 
-from eagle3lib.data.generate import AnswerRow, Sampling, generate_answers, read_answers, read_rejects
+from eagle3lib.data.generate import (
+    AnswerRow,
+    Sampling,
+    generate_answers,
+    read_answers,
+    read_rejects,
+)
 from eagle3lib.data.prompts import Prompt, Reject, read_prompts
 from eagle3lib.engine.client import Client
 from eagle3lib.engine.vllm import EngineConfig, VllmServer
@@ -45,7 +51,9 @@ def load_prompt_sets(cfg: GenerateParams) -> PromptSets:
     by_id = sorted(workload, key=lambda p: p.id)  # a content hash: the file's order plays no part
     heldout = [p for p in by_id if p.split == "heldout"][: cfg.heldout_workload]
     known = {p.id for p in workload}
-    others = [p for p in sorted(general, key=lambda p: p.id) if p.split == "heldout" and p.id not in known]
+    others = [
+        p for p in sorted(general, key=lambda p: p.id) if p.split == "heldout" and p.id not in known
+    ]
     return PromptSets(
         train=[p for p in by_id if p.split == "train"],
         heldout=heldout + others[: cfg.heldout_general],
@@ -75,19 +83,33 @@ def answer_all(phase: Phase, cfg: GenerateParams, sets: PromptSets, target: Path
         total = len(sets.heldout)
         held = sum(row.split == "heldout" for row in before)
         with phase.progress(total, "answers", "held-out prompts", held) as bar:
-            generate_answers(sets.heldout, client, phase.folder, sampling, **limits,
-                             on_answer=lambda row: bar.update(1))  # fmt: skip
+            generate_answers(
+                sets.heldout,
+                client,
+                phase.folder,
+                sampling,
+                **limits,
+                on_answer=lambda row: bar.update(1),
+            )
         trained = sum(len(r.answer_token_ids) for r in before if r.split == "train")
         with phase.progress(cfg.answer_tokens, "tokens", "training answers", trained) as bar:
-            generate_answers(sets.train, client, phase.folder, sampling, **limits,
-                             want_tokens=cfg.answer_tokens,
-                             on_answer=lambda row: bar.update(len(row.answer_token_ids)))  # fmt: skip
+            generate_answers(
+                sets.train,
+                client,
+                phase.folder,
+                sampling,
+                **limits,
+                want_tokens=cfg.answer_tokens,
+                on_answer=lambda row: bar.update(len(row.answer_token_ids)),
+            )
     rows = read_answers(phase.folder)
     made = sum(len(r.answer_token_ids) for r in rows) - sum(len(r.answer_token_ids) for r in before)
     asking_s = time.perf_counter() - started - ready_s
-    return {**describe_answers(rows, sets.rejects, read_rejects(phase.folder)),
-            "server_ready_s": round(ready_s, 1),
-            "tokens_per_s": round(made / asking_s, 1) if made else None}  # fmt: skip
+    return {
+        **describe_answers(rows, sets.rejects, read_rejects(phase.folder)),
+        "server_ready_s": round(ready_s, 1),
+        "tokens_per_s": round(made / asking_s, 1) if made else None,
+    }
 
 
 def describe_answers(

@@ -72,8 +72,9 @@ def read_prompts(path: Path, set_name: str) -> tuple[list[Prompt], list[Reject]]
         first = f"; first reason: {rejects[0].reason} at {rejects[0].where}" if rejects else ""
         raise UserError(
             f"no usable prompt in {len(rejects)} rows{first}",
-            expected='lines like {"messages": [{"role": "user", "content": "..."}]}', where=path,
-        )  # fmt: skip
+            expected='lines like {"messages": [{"role": "user", "content": "..."}]}',
+            where=path,
+        )
     return list(prompts.values()), rejects
 
 
@@ -100,4 +101,8 @@ def _messages_of(line: bytes) -> tuple[list[dict[str, Any]], str]:
         return [], f"roles are {roles}, expected user and assistant in turn"
     if body[-1] != "user":
         return [], "the last message is not the user's"
+    try:
+        prompt_id(messages)
+    except UnicodeEncodeError:  # JSON can spell "\ud83d" alone, an emoji cut in two; UTF-8 can't
+        return [], "half a surrogate pair in the text"
     return messages, ""

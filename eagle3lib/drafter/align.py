@@ -70,4 +70,4 @@ def label_exists(
 
 
 def base_positions(span: Span) -> Int64[Tensor, " P"]:
-    return torch.arange(span.first, span.last + 1)
+    return torch.arange(span.first, span.first + span.count)

@@ -36,7 +36,9 @@ def write_drafter(folder: Path, drafter: Drafter, dtype: torch.dtype) -> None:
     """Write a serving folder into ``folder`` (made by ``replace_folder``, so it appears whole)."""
     tensors = drafter_tensors(drafter, dtype, embeddings=False)
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    write_json(folder / "config.json", drafter.config.as_hf_config(str(dtype).removeprefix("torch.")))
+    write_json(
+        folder / "config.json", drafter.config.as_hf_config(str(dtype).removeprefix("torch."))
+    )
 
 
 def read_drafter(
@@ -48,9 +50,12 @@ def read_drafter(
     tensors = _read_weights(folder)
     if "d2t" not in tensors:
         if config.draft_vocab_size != config.vocab_size:
-            raise UserError("the drafter has a reduced vocabulary but no d2t tensor",
-                            expected="d2t [draft_vocab_size] int64", where=folder / WEIGHTS,
-                            next="export it again: engines would silently use ids 0..D-1")  # fmt: skip
+            raise UserError(
+                "the drafter has a reduced vocabulary but no d2t tensor",
+                expected="d2t [draft_vocab_size] int64",
+                where=folder / WEIGHTS,
+                next="export it again: engines would silently use ids 0..D-1",
+            )
         tensors["d2t"] = torch.zeros(config.vocab_size, dtype=torch.int64)
     if "t2d" not in tensors:
         tensors["t2d"] = _t2d_from(tensors["d2t"], config.vocab_size)
@@ -77,10 +82,14 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
         tensors = load_file(path)
     except SafetensorError as error:
         raise UserError(
-            f"the weights can't be read: {error}", where=path, next="copy the file again, it is cut short"
+            f"the weights can't be read: {error}",
+            where=path,
+            next="copy the file again, it is cut short",
         ) from None
     for old, new in _RENAME:
-        tensors = {k.replace(old, new, 1) if k.startswith(old) else k: v for k, v in tensors.items()}
+        tensors = {
+            k.replace(old, new, 1) if k.startswith(old) else k: v for k, v in tensors.items()
+        }
     return tensors
 
 
@@ -89,18 +98,40 @@ def check_tensors(drafter: Drafter, tensors: dict[str, Tensor], where: str) -> l
     expected = {k: v for k, v in drafter.state_dict().items() if not k.startswith("_rotary")}
     findings = []
     for name in sorted(expected.keys() - tensors.keys()):
-        findings.append(Finding("tensor-missing", "error", f"tensor {name} is missing",
-                                f"shape {tuple(expected[name].shape)}", "export it again", where))  # fmt: skip
+        findings.append(
+            Finding(
+                "tensor-missing",
+                "error",
+                f"tensor {name} is missing",
+                f"shape {tuple(expected[name].shape)}",
+                "export it again",
+                where,
+            )
+        )
     for name in sorted(tensors.keys() - expected.keys()):
-        findings.append(Finding("tensor-unknown", "error", f"tensor {name} has no place in this model",
-                                "a Llama-type EAGLE-3 drafter without extra norms",
-                                "this version reads plain EAGLE-3 checkpoints only", where))  # fmt: skip
+        findings.append(
+            Finding(
+                "tensor-unknown",
+                "error",
+                f"tensor {name} has no place in this model",
+                "a Llama-type EAGLE-3 drafter without extra norms",
+                "this version reads plain EAGLE-3 checkpoints only",
+                where,
+            )
+        )
     for name in sorted(expected.keys() & tensors.keys()):
         found, wanted = tuple(tensors[name].shape), tuple(expected[name].shape)
         if found != wanted:
-            findings.append(Finding("tensor-shape", "error", f"tensor {name} is {found}",
-                                    f"{wanted}, from config.json", "use weights and config of one export",
-                                    where))  # fmt: skip
+            findings.append(
+                Finding(
+                    "tensor-shape",
+                    "error",
+                    f"tensor {name} is {found}",
+                    f"{wanted}, from config.json",
+                    "use weights and config of one export",
+                    where,
+                )
+            )
     return findings
 
 

@@ -25,7 +25,7 @@ def default_slots(num_layers: int) -> tuple[int, int, int]:
     if not 0 < slots[0] < slots[1] < slots[2] < num_layers:
         raise UserError(
             f"a target of {num_layers} layers has no three distinct default slots, found {slots}",
-            expected="at least 9 layers, or slots given by hand",
+            expected="at least 7 layers, or slots given by hand",
         )
     return slots
 
@@ -105,9 +105,11 @@ class DrafterConfig:
             )
         except KeyError as error:
             raise UserError(
-                f"the drafter's config lacks {error.args[0]!r}", expected="a Llama-type EAGLE-3 config",
-                where=path, next="export the drafter again with the tool that made it",
-            ) from None  # fmt: skip
+                f"the drafter's config lacks {error.args[0]!r}",
+                expected="a Llama-type EAGLE-3 config",
+                where=path,
+                next="export the drafter again with the tool that made it",
+            ) from None
 
     def as_hf_config(self, dtype: str) -> dict[str, Any]:
         """``config.json`` that vLLM reads at the top level and SGLang in ``eagle_config``.
@@ -170,24 +172,38 @@ def check_drafter_config(config: DrafterConfig, target_config: dict[str, Any]) -
     findings = []
 
     def error(code: str, title: str, evidence: str, remedy: str) -> None:
-        findings.append(Finding(code, "error", title, evidence, remedy, "config.json of the drafter"))
+        findings.append(
+            Finding(code, "error", title, evidence, remedy, "config.json of the drafter")
+        )
 
     layers = target_config["num_hidden_layers"]
-    if list(config.slots) != sorted(set(config.slots)) or not all(0 < s <= layers for s in config.slots):
-        error("slots-out-of-range", f"the drafter's slots are {list(config.slots)}",
-              f"distinct, rising ids between 1 and {layers}", "export it again for this target")  # fmt: skip
+    if list(config.slots) != sorted(set(config.slots)) or not all(
+        0 < s <= layers for s in config.slots
+    ):
+        error(
+            "slots-out-of-range",
+            f"the drafter's slots are {list(config.slots)}",
+            f"distinct, rising ids between 1 and {layers}",
+            "export it again for this target",
+        )
     for name in ("vocab_size", "hidden_size"):
         mine = config.vocab_size if name == "vocab_size" else config.target_hidden_size
         if mine != target_config[name]:
-            error("other-target", f"the drafter was made for a target of {name} {mine}",
-                  f"{name} {target_config[name]}", "use a drafter of this very target")  # fmt: skip
+            error(
+                "other-target",
+                f"the drafter was made for a target of {name} {mine}",
+                f"{name} {target_config[name]}",
+                "use a drafter of this very target",
+            )
     if config.max_position_embeddings < target_config["max_position_embeddings"]:
         findings.append(
             Finding(
-                "short-rotary-table", "warning",
+                "short-rotary-table",
+                "warning",
                 f"the drafter's rotary table ends at {config.max_position_embeddings} positions",
                 f"the target's: {target_config['max_position_embeddings']}",
-                "keep max_model_len below it", "config.json of the drafter",
-            )  # fmt: skip
+                "keep max_model_len below it",
+                "config.json of the drafter",
+            )
         )
     return findings

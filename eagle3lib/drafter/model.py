@@ -73,6 +73,14 @@ class _Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
 
 
+class _Rotary(LlamaRotaryEmbedding):
+    """Its frequencies stay fp32 under ``.to(bfloat16)``, as in engines: rounded to eight bits they
+    turn position 500 by up to a radian too far."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Rotary:
+        return super()._apply(lambda t: t.to(fn(t).device), recurse)
+
+
 class Drafter(nn.Module):
     """Parameter names are those of the SGLang/SpecForge-style checkpoint."""
 
@@ -83,13 +91,15 @@ class Drafter(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.fc = nn.Linear(len(config.slots) * config.target_hidden_size, config.hidden_size, bias=False)
+        self.fc = nn.Linear(
+            len(config.slots) * config.target_hidden_size, config.hidden_size, bias=False
+        )
         self.midlayer = _Layer(config)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
-        self._rotary = LlamaRotaryEmbedding(_llama_config(config))
+        self._rotary = _Rotary(_llama_config(config))
 
     def logits(self, hidden: Float[Tensor, "P H"]) -> Float[Tensor, "P D"]:
         return self.lm_head(self.norm(hidden))
@@ -136,7 +146,9 @@ class PackedRows:
         """``rows``: token ids of each conversation; ``prompt_tokens``: how many of them are prompt."""
         lengths = [len(row) for row in rows]
         starts = [sum(lengths[:i]) for i in range(len(rows))]
-        bases = [base_positions(base_span(n, t)) for n, t in zip(prompt_tokens, lengths, strict=True)]
+        bases = [
+            base_positions(base_span(n, t)) for n, t in zip(prompt_tokens, lengths, strict=True)
+        ]
         counts = [len(b) for b in bases]
         first_base = [sum(counts[:i]) for i in range(len(rows))]
         return cls(
@@ -205,8 +217,8 @@ def _mixed(drafter: Drafter, tokens: Tensor, hidden: Tensor) -> Tensor:
 def _target_keys(drafter: Drafter, rows: PackedRows, fused: Tensor) -> tuple[Tensor, Tensor]:
     """Step-0 keys and values of every position, made from the target's states: [N, kv, hd].
 
-    Position p reads x[p+1]; the last one of a conversation has none, is given its own token, and is
-    beyond every base position, so no query sees it.
+    Position p reads x[p+1]; the last one of a conversation has none, is given whatever follows it
+    in the pack, and is beyond every base position, so no query sees it.
     """
     following = torch.cat((rows.token_ids[1:], rows.token_ids[-1:]))
     mixed, attention = _mixed(drafter, following, fused), drafter.midlayer.self_attn
@@ -241,7 +253,9 @@ def _chain_attention(drafter: Drafter, rows: PackedRows, keys: Tensor, values: T
     c = drafter.config
     groups = c.num_attention_heads // c.num_key_value_heads
     q_table, k_table = rows.query_table.clamp(min=0), rows.key_table.clamp(min=0)
-    key_position = torch.where(rows.key_table >= 0, rows.position[k_table], torch.iinfo(torch.int64).max)
+    key_position = torch.where(
+        rows.key_table >= 0, rows.position[k_table], torch.iinfo(torch.int64).max
+    )
     visible: Bool[Tensor, "B Q T"] = key_position[:, None, :] <= rows.base[q_table][:, :, None]
     real = rows.query_table >= 0
     slot_of = q_table[real].argsort()  # padded [B, Q] order -> order of base positions
@@ -255,7 +269,9 @@ def _chain_attention(drafter: Drafter, rows: PackedRows, keys: Tensor, values: T
         q = q[q_table].permute(0, 2, 3, 1, 4)  # [B, kv, g, Q, hd]
         scores = q @ k_target.unsqueeze(2).transpose(-1, -2)  # [B, kv, g, Q, T]
         scores = scores.float().masked_fill(~visible[:, None, None], -torch.inf)
-        own = [(q * k[q_table].transpose(1, 2).unsqueeze(2)).sum(-1, keepdim=True) for k, _ in chain]
+        own = [
+            (q * k[q_table].transpose(1, 2).unsqueeze(2)).sum(-1, keepdim=True) for k, _ in chain
+        ]
         weights = torch.cat([scores, *(s.float() for s in own)], dim=-1).mul(c.head_dim**-0.5)
         weights = weights.softmax(-1).to(query.dtype)
         past = weights[..., : k_table.shape[1]] @ v_target.unsqueeze(2)

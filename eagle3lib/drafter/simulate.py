@@ -69,7 +69,9 @@ def simulate(
         replays |= {i: Replay([], False) for i in order[start : start + batch_rows]}
         if not chosen:
             continue
-        rows = PackedRows.pack([items[i].token_ids for i in chosen], [items[i].prompt_tokens for i in chosen])
+        rows = PackedRows.pack(
+            [items[i].token_ids for i in chosen], [items[i].prompt_tokens for i in chosen]
+        )
         states = torch.cat([items[i].states for i in chosen]).to(dtype)
         made = unroll(drafter, rows, states, steps, feed="draft")
         drafts = torch.stack([step.drafts for step in made if step.drafts is not None], dim=1)

@@ -60,12 +60,18 @@ def build_vocab_map(
     """
     if not 0 < draft_vocab_size <= vocab_size:
         raise UserError(
-            f"draft_vocab_size {draft_vocab_size}", expected=f"1 to {vocab_size}, the target's vocabulary"
+            f"draft_vocab_size {draft_vocab_size}",
+            expected=f"1 to {vocab_size}, the target's vocabulary",
         )
-    unknown = [i for i in counts if not 0 <= i < vocab_size]
+    first = list(dict.fromkeys(forced))
+    unknown = [i for i in (*counts, *first) if not 0 <= i < vocab_size]
     if unknown:
         raise UserError(f"token id {unknown[0]} is outside the target's vocabulary of {vocab_size}")
-    first = list(dict.fromkeys(forced))
+    if len(first) > draft_vocab_size:
+        raise UserError(
+            f"draft_vocab_size {draft_vocab_size} can't hold the {len(first)} forced ids",
+            expected=f"at least {len(first)}",
+        )
     ranked = sorted(counts, key=lambda i: (-counts[i], i))
     chosen = list(dict.fromkeys([*first, *ranked, *range(vocab_size)]))[:draft_vocab_size]
     t2d = torch.zeros(vocab_size, dtype=torch.bool)

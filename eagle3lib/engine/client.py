@@ -58,9 +58,14 @@ class Client:
         return SERVED_NAME if SERVED_NAME in served else served[0]
 
     def chat(
-        self, messages: list[Message], *, model: str = SERVED_NAME, max_tokens: int, temperature: float,
+        self,
+        messages: list[Message],
+        *,
+        model: str = SERVED_NAME,
+        max_tokens: int,
+        temperature: float,
         seed: int | None = None,
-    ) -> Answer:  # fmt: skip
+    ) -> Answer:
         """One chat request. Raises ``UserError`` when the server returns no token ids."""
         started = time.perf_counter()
         reply = self._openai.chat.completions.create(

@@ -33,7 +33,10 @@ _PHASES = (
     (re.compile(r"Starting vLLM server|Available routes are"), "opening the port"),
     (re.compile(r"init engine .* took|KV cache size"), "warming up"),
     (re.compile(r"Loading weights took|Model loading took"), "weights loaded"),
-    (re.compile(r"Loading drafter model|Loading safetensors|Starting to load model"), "loading weights"),
+    (
+        re.compile(r"Loading drafter model|Loading safetensors|Starting to load model"),
+        "loading weights",
+    ),
     (re.compile(r"Initializing a V1 LLM engine"), "starting the engine"),
 )
 
@@ -56,14 +59,24 @@ class EngineConfig:
     def flags(self) -> list[str]:
         """Command-line flags of ``vllm serve``, without address."""
         flags = [
-            "--model", str(self.target), "--served-model-name", SERVED_NAME,
-            "--dtype", self.dtype, "--max-model-len", str(self.max_model_len),
-            "--max-num-seqs", str(self.max_num_seqs), "--seed", "0",
+            "--model",
+            str(self.target),
+            "--served-model-name",
+            SERVED_NAME,
+            "--dtype",
+            self.dtype,
+            "--max-model-len",
+            str(self.max_model_len),
+            "--max-num-seqs",
+            str(self.max_num_seqs),
+            "--seed",
+            "0",
             # A prompt asked twice must cost twice, or the second arm wins by the first one's cache.
             "--no-enable-prefix-caching",
-            "--generation-config", "vllm",  # no hidden sampling defaults out of the model folder
+            "--generation-config",
+            "vllm",  # no hidden sampling defaults out of the model folder
             "--disable-uvicorn-access-log",
-        ]  # fmt: skip
+        ]
         if not self.compile:
             flags.append("--enforce-eager")
         if self.drafter is not None:
@@ -188,7 +201,9 @@ def engine_env(threads: int, config: EngineConfig) -> dict[str, str]:
         "OMP_NUM_THREADS": str(threads),
         "KMP_BLOCKTIME": "1",  # ms: an idle arm must not spin beside the one that is measured
         "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONPATH": os.pathsep.join(p for p in (_metadata_shim(), os.environ.get("PYTHONPATH")) if p),
+        "PYTHONPATH": os.pathsep.join(
+            p for p in (_metadata_shim(), os.environ.get("PYTHONPATH")) if p
+        ),
     }
     if config.target.is_dir():
         env["HF_HUB_OFFLINE"] = "1"

@@ -20,8 +20,14 @@ STOP_DEADLINE_S = 20.0
 class Child:
     """A running child with its log. Use as a context manager; leaving it stops the child."""
 
-    def __init__(self, command: list[str], *, log: Path, env: dict[str, str] | None = None,
-                 cwd: Path | None = None):  # fmt: skip
+    def __init__(
+        self,
+        command: list[str],
+        *,
+        log: Path,
+        env: dict[str, str] | None = None,
+        cwd: Path | None = None,
+    ):
         log.parent.mkdir(parents=True, exist_ok=True)
         self.log, self.command = log, command
         with log.open("ab") as sink:

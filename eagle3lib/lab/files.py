@@ -71,15 +71,21 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def replace_folder(path: Path, build: Callable[[Path], None]) -> Path:
-    """Build a folder under a temporary name beside ``path``, then put it there in one rename."""
+    """Build a folder under a temporary name beside ``path``, then put it there in one rename.
+
+    The old folder is deleted under another name: a kill half-way leaves no half folder at ``path``.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     try:
         build(temporary)
+        temporary.chmod(0o755)
+        old = temporary.with_name(f"{temporary.name}.old")
         if path.exists():
-            shutil.rmtree(path)
+            path.rename(old)
         temporary.rename(path)
-        path.chmod(0o755)
+        if old.exists():
+            shutil.rmtree(old)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return path

@@ -43,4 +43,6 @@ def raise_errors(findings: Iterable[Finding]) -> None:
         return
     first = errors[0]
     more = "".join(f"\n  also:     {f.title} ({f.where})" for f in errors[1:])
-    raise UserError(first.title, expected=first.evidence, where=first.where, next=first.remedy + more)
+    raise UserError(
+        first.title, expected=first.evidence, where=first.where, next=first.remedy + more
+    )

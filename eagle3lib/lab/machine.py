@@ -82,12 +82,20 @@ def _cpu_name() -> str:
 
 
 def _gpus() -> list[dict[str, Any]]:
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits"]
+    query = [
+        "nvidia-smi",
+        "--query-gpu=name,memory.total,memory.free",
+        "--format=csv,noheader,nounits",
+    ]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
         return []
-    rows = [line.split(", ") for line in done.stdout.strip().split("\n") if done.returncode == 0 and line]
+    rows = [
+        line.split(", ")
+        for line in done.stdout.strip().split("\n")
+        if done.returncode == 0 and line
+    ]
     return [
         {"name": name, "memory_bytes": int(total) * 2**20, "memory_free_bytes": int(free) * 2**20}
         for name, total, free in rows

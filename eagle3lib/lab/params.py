@@ -24,7 +24,7 @@ Dtype = Literal["bfloat16", "float32"]
 class PhaseParams(BaseModel):
     """What every phase takes."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     PHASE: ClassVar[str] = ""
     UPSTREAM: ClassVar[tuple[str, ...]] = ()
     FILES: ClassVar[tuple[str, ...]] = ()  # fields that name input files
@@ -53,7 +53,9 @@ class PhaseParams(BaseModel):
                 where=f"notebooks/{cls.PHASE}.ipynb",
                 next="eagle3 notebooks",
             )
-        return cls.checked({name: namespace[name] for name in cls.model_fields}, "the parameters cell")
+        return cls.checked(
+            {name: namespace[name] for name in cls.model_fields}, "the parameters cell"
+        )
 
     @classmethod
     def checked(cls, values: dict[str, Any], source: str) -> Self:
@@ -62,7 +64,9 @@ class PhaseParams(BaseModel):
             return cls.model_validate(values)
         except ValidationError as error:
             lines = [_explain(cls, problem) for problem in error.errors()]
-            raise UserError("\n".join(lines), where=source, next=f"eagle3 params {cls.PHASE}") from None
+            raise UserError(
+                "\n".join(lines), where=source, next=f"eagle3 params {cls.PHASE}"
+            ) from None
 
     def input_files(self) -> dict[str, Path]:
         """Parameter name -> path of the input files named by parameters (relative to the repository)."""
@@ -105,7 +109,9 @@ class GenerateParams(PhaseParams):
     general: str = Field(
         "params/prompts/general.jsonl", description="prompts of another kind, reported beside it"
     )
-    answer_tokens: int = Field(15_000, ge=1, description="stop after so many training answer tokens")
+    answer_tokens: int = Field(
+        15_000, ge=1, description="stop after so many training answer tokens"
+    )
     heldout_workload: int = Field(40, ge=1, description="held-out prompts of the workload")
     heldout_general: int = Field(20, ge=0, description="held-out prompts of the general set")
     max_new_tokens: int = Field(96, ge=4, description="longest answer, in tokens")
@@ -123,7 +129,9 @@ class CaptureParams(PhaseParams):
     PHASE: ClassVar[str] = "02_capture_hidden_states"
     UPSTREAM: ClassVar[tuple[str, ...]] = ("01_generate_data",)
 
-    dtype: Dtype = Field("bfloat16", description="bfloat16 or float32, of the target and the states")
+    dtype: Dtype = Field(
+        "bfloat16", description="bfloat16 or float32, of the target and the states"
+    )
     batch_tokens: int = Field(2048, ge=1, description="tokens in one forward, padding included")
     shard_rows: int = Field(64, ge=1, description="conversations in one shard file")
     min_teacher_agreement: float = Field(
@@ -143,8 +151,12 @@ class TrainParams(PhaseParams):
     UPSTREAM: ClassVar[tuple[str, ...]] = ("02_capture_hidden_states", "03_build_vocab_map")
 
     epochs: int = Field(12, ge=1, description="passes over the training answers")
-    steps: int = Field(4, ge=1, le=16, description="training-time-test steps, 7 is the general choice")
-    step_weight: float = Field(0.8, gt=0, le=1, description="weight of a step's loss over the one before")
+    steps: int = Field(
+        4, ge=1, le=16, description="training-time-test steps, 7 is the general choice"
+    )
+    step_weight: float = Field(
+        0.8, gt=0, le=1, description="weight of a step's loss over the one before"
+    )
     batch_rows: int = Field(8, ge=1, description="conversations in one optimizer step")
     learning_rate: float = Field(1e-3, gt=0, description="peak learning rate of AdamW")
     warmup_share: float = Field(0.05, ge=0, le=1, description="share of all updates that warm up")
@@ -187,7 +199,10 @@ class DiagnoseParams(PhaseParams):
     UPSTREAM: ClassVar[tuple[str, ...]] = ("05_export_drafter", "06_benchmark_serving")
 
     tolerance: float = Field(
-        0.01, gt=0, lt=1, description="relative difference of pooled acceptance length that is agreement"
+        0.01,
+        gt=0,
+        lt=1,
+        description="relative difference of pooled acceptance length that is agreement",
     )
     good_acceptance_length: float = Field(
         1.5, ge=1, description="acceptance length from which the drafter is called good"

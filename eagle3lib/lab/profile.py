@@ -26,7 +26,9 @@ def find_profile(name: str) -> Path:
     if not path.is_file():
         known = ", ".join(sorted(p.stem for p in PROFILES.glob("*.yaml")))
         raise UserError(
-            f"no profile {name!r}", expected=f"one of: {known}; or a path to a .yaml file", where=path
+            f"no profile {name!r}",
+            expected=f"one of: {known}; or a path to a .yaml file",
+            where=path,
         )
     return path
 
@@ -46,7 +48,9 @@ def parse_arguments(arguments: list[str]) -> tuple[list[str], dict[str, Any]]:
         try:
             overrides[name] = yaml.safe_load(text) if text else ""
         except yaml.YAMLError as error:
-            raise UserError(f"{word!r} is not name=value: {error}", where="the command line") from None
+            raise UserError(
+                f"{word!r} is not name=value: {error}", where="the command line"
+            ) from None
     return sorted(set(phases), key=list(PHASES).index), overrides
 
 
@@ -75,8 +79,10 @@ def load_profile(
         values |= sections.get(phase, {})
         values |= _overrides_for(phase, phases or list(PHASES), overrides or {})
         result[phase] = model.checked(values, str(path))
-    if len({p.run for p in result.values()} | {p.target for p in result.values()}) > 2:
-        raise UserError("phases name different runs or targets", where=path, next="set them in common")
+    if len({(p.run, p.target) for p in result.values()}) > 1:
+        raise UserError(
+            "phases name different runs or targets", where=path, next="set them in common"
+        )
     return result
 
 
@@ -93,7 +99,9 @@ def _read_sections(path: Path) -> dict[str, dict[str, Any]]:
                 f"unknown section {section!r}", expected=f"common, {', '.join(PHASES)}", where=path
             )
         if values is not None and not isinstance(values, dict):
-            raise UserError(f"section {section!r} is no mapping", expected="name: value", where=path)
+            raise UserError(
+                f"section {section!r} is no mapping", expected="name: value", where=path
+            )
     return {section: dict(values or {}) for section, values in raw.items()}
 
 

@@ -123,9 +123,15 @@ class Progress:
         left_s = (total - done) / rate if rate > 0 else None
         write_json(
             self._path,
-            {"what": self._what, "done": done, "total": total, "unit": self._bar.unit,
-             "per_s": round(rate, 3), "left_s": None if left_s is None else round(left_s, 1)},
-        )  # fmt: skip
+            {
+                "what": self._what,
+                "done": done,
+                "total": total,
+                "unit": self._bar.unit,
+                "per_s": round(rate, 3),
+                "left_s": None if left_s is None else round(left_s, 1),
+            },
+        )
 
 
 def gather_inputs(params: PhaseParams, target_fingerprint: str) -> dict[str, Any]:
@@ -144,7 +150,8 @@ def gather_inputs(params: PhaseParams, target_fingerprint: str) -> dict[str, Any
     for field_name, path in params.input_files().items():
         if not path.is_file():
             raise UserError(
-                f"the file that parameter {field_name!r} of {params.PHASE} names is not there", where=path
+                f"the file that parameter {field_name!r} of {params.PHASE} names is not there",
+                where=path,
             )
         files[field_name] = hash_file(path)
     return {
@@ -231,8 +238,12 @@ def _explain_difference(old: dict[str, Any], new: dict[str, Any]) -> str:
         before = old["params"].get(name)
         if before != value:
             words.append(f"{name} {before} -> {value}")
-    words += [f"{n} was made again" for n, v in new["upstream"].items() if old["upstream"].get(n) != v]
-    words += [f"the file of {n} changed" for n, v in new["files"].items() if old["files"].get(n) != v]
+    words += [
+        f"{n} was made again" for n, v in new["upstream"].items() if old["upstream"].get(n) != v
+    ]
+    words += [
+        f"the file of {n} changed" for n, v in new["files"].items() if old["files"].get(n) != v
+    ]
     if old["notebook"] != new["notebook"]:
         words.append("the notebook changed")
     if old["target"] != new["target"]:

@@ -56,8 +56,14 @@ def _end(child: subprocess.Popen[bytes], grace_s: float) -> None:
 
 
 def _alive() -> list[psutil.Process]:
-    found = psutil.Process().children(recursive=True)
-    return [p for p in found if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    return [p for p in psutil.Process().children(recursive=True) if _runs(p)]
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:  # it ended between the two questions
+        return False
 
 
 if __name__ == "__main__":

@@ -29,7 +29,12 @@ class CaptureResult:
     conversations: int
     tokens: int
     padding_share: float
+    captured_tokens: int  # in this call; the rest was there already
     seconds: float
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        return round(self.captured_tokens / self.seconds, 1) if self.captured_tokens else None
 
 
 def length_batches(lengths: list[int], batch_tokens: int) -> list[list[int]]:
@@ -59,9 +64,16 @@ def forward_states(model: Any, rows: list[list[int]], slots: tuple[int, ...]) ->
 
 
 def capture(
-    target: Target, rows: list[AnswerRow], folder: Path, *, slots: tuple[int, ...], dtype: str,
-    batch_tokens: int, shard_rows: int, on_tokens: Callable[[int], None] = lambda n: None,
-) -> CaptureResult:  # fmt: skip
+    target: Target,
+    rows: list[AnswerRow],
+    folder: Path,
+    *,
+    slots: tuple[int, ...],
+    dtype: str,
+    batch_tokens: int,
+    shard_rows: int,
+    on_tokens: Callable[[int], None] = lambda n: None,
+) -> CaptureResult:
     """Capture every row's states into ``folder``; finished shards of an interrupted run are kept.
 
     Raises ``UserError`` when a row's states are not finite, all zero, or stuck.
@@ -85,7 +97,7 @@ def capture(
     write_index(folder, entries, slots=slots, dtype=dtype, fingerprint=target.fingerprint)
     seconds = time.perf_counter() - started
     waste = 1 - tokens / padded if padded else 0.0
-    return CaptureResult(len(rows), sum(e.tokens for e in entries), waste, seconds)
+    return CaptureResult(len(rows), sum(e.tokens for e in entries), waste, tokens, seconds)
 
 
 def _length(row: AnswerRow) -> int:
@@ -103,7 +115,12 @@ def _finished_shard(folder: Path, name: str, part: list[AnswerRow]) -> list[Stat
 
 
 def _capture_shard(
-    model: Any, part: list[AnswerRow], folder: Path, name: str, slots: tuple[int, ...], batch_tokens: int
+    model: Any,
+    part: list[AnswerRow],
+    folder: Path,
+    name: str,
+    slots: tuple[int, ...],
+    batch_tokens: int,
 ) -> tuple[list[StateEntry], int]:
     ids = [row.prompt_token_ids + row.answer_token_ids for row in part]
     states: dict[int, Tensor] = {}
@@ -114,19 +131,26 @@ def _capture_shard(
         states |= dict(zip(batch, made, strict=True))
     entries, start = [], 0
     for i, row in enumerate(part):
-        problem = state_problem(states[i])
+        problem = state_problem(states[i], torch.tensor(ids[i]))
         if problem:
-            raise UserError(f"conversation {row.id}: {problem}", where=folder,
-                            expected="finite, distinct hidden states",
-                            next="capture with dtype=float32; if that fails too, check the weights")  # fmt: skip
+            raise UserError(
+                f"conversation {row.id}: {problem}",
+                where=folder,
+                expected="finite, distinct hidden states",
+                next="capture with dtype=float32; if that fails too, check the weights",
+            )
         entries.append(
             StateEntry(
-                id=row.id, set=row.set, split=row.split if row.trained or row.split == "heldout" else "left",
-                shard=f"{name}.safetensors", start=start, tokens=len(ids[i]),
+                id=row.id,
+                set=row.set,
+                split=row.split if row.trained or row.split == "heldout" else "left",
+                shard=f"{name}.safetensors",
+                start=start,
+                tokens=len(ids[i]),
                 prompt_tokens=len(row.prompt_token_ids),
                 mean_square=round(float(states[i].float().square().mean()), 6),
             )
-        )  # fmt: skip
+        )
         start += len(ids[i])
     tensors = {
         "hidden_states": torch.cat([states[i] for i in range(len(part))]),
@@ -137,7 +161,9 @@ def _capture_shard(
     return entries, cells
 
 
-def teacher_agreement(head: TargetHead, token_ids: Tensor, last: Tensor, prompt_tokens: int) -> tuple[int, int]:
+def teacher_agreement(
+    head: TargetHead, token_ids: Tensor, last: Tensor, prompt_tokens: int
+) -> tuple[int, int]:
     """(answer tokens that the states' own greedy next token equals, answer tokens).
 
     The state after x[i] predicts x[i + 1]; the first answer token is predicted by the last of the

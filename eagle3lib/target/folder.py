@@ -41,7 +41,9 @@ class Target:
         named = [self.config.get("eos_token_id")]
         if generation.exists():
             named.append(read_json(generation).get("eos_token_id"))
-        flat = [i for ids in named if ids is not None for i in (ids if isinstance(ids, list) else [ids])]
+        flat = [
+            i for ids in named if ids is not None for i in (ids if isinstance(ids, list) else [ids])
+        ]
         return sorted(set(flat))
 
 
@@ -66,9 +68,11 @@ def _find(name: str) -> Path:
         return path.resolve()
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
         raise UserError(
-            f"no target {name!r}", expected=f"{smollm2.NAME}, a folder, or a Hub id ORG/NAME",
-            where=path, next="set parameter 'target'",
-        )  # fmt: skip
+            f"no target {name!r}",
+            expected=f"{smollm2.NAME}, a folder, or a Hub id ORG/NAME",
+            where=path,
+            next="set parameter 'target'",
+        )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -78,15 +82,18 @@ def _find(name: str) -> Path:
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).split("\n")[0]
         raise UserError(
-            f"the Hub has no {name!r} for us: {reason}", expected="a public or permitted model id",
+            f"the Hub has no {name!r} for us: {reason}",
+            expected="a public or permitted model id",
             next="hf auth login, or download it and give the folder",
-        ) from None  # fmt: skip
+        ) from None
 
 
 def _fingerprint(folder: Path) -> str:
     """Of config, tokenizer and weights (large shards by size and both ends)."""
     names = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-    files = [folder / n for n in names if (folder / n).exists()] + sorted(folder.glob("*.safetensors"))
+    files = [folder / n for n in names if (folder / n).exists()] + sorted(
+        folder.glob("*.safetensors")
+    )
     return hash_json({f.name: hash_file(f) for f in files})
 
 
@@ -94,26 +101,54 @@ def check_target_folder(folder: Path) -> list[Finding]:
     """What a target's folder must hold before anything is started with it."""
 
     def error(code: str, title: str, evidence: str, where: Path) -> Finding:
-        return Finding(code, "error", title, evidence, "download or copy the model again", str(where))
+        return Finding(
+            code, "error", title, evidence, "download or copy the model again", str(where)
+        )
 
     if not (folder / "config.json").exists():
-        return [error("target-config", "the target's folder has no config.json",
-                      "a Hugging Face model folder", folder)]  # fmt: skip
+        return [
+            error(
+                "target-config",
+                "the target's folder has no config.json",
+                "a Hugging Face model folder",
+                folder,
+            )
+        ]
     findings = []
     config = read_json(folder / "config.json")
     text = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
-    missing = [k for k in ("num_hidden_layers", "hidden_size", "vocab_size") if k not in (text or {})]
+    missing = [
+        k for k in ("num_hidden_layers", "hidden_size", "vocab_size") if k not in (text or {})
+    ]
     if missing:
-        findings.append(error("target-config", f"the target's config lacks {', '.join(missing)}",
-                              "a decoder-only language model", folder / "config.json"))  # fmt: skip
+        findings.append(
+            error(
+                "target-config",
+                f"the target's config lacks {', '.join(missing)}",
+                "a decoder-only language model",
+                folder / "config.json",
+            )
+        )
     tokenizers = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json")
     if not any((folder / name).exists() for name in tokenizers):
-        findings.append(error("target-tokenizer", "the target's folder has no tokenizer",
-                              f"one of {', '.join(tokenizers)}", folder))  # fmt: skip
+        findings.append(
+            error(
+                "target-tokenizer",
+                "the target's folder has no tokenizer",
+                f"one of {', '.join(tokenizers)}",
+                folder,
+            )
+        )
     shards = _named_shards(folder)
     if not shards:
-        findings.append(error("target-weights", "the target's folder has no weights",
-                              "*.safetensors files", folder))  # fmt: skip
+        findings.append(
+            error(
+                "target-weights",
+                "the target's folder has no weights",
+                "*.safetensors files",
+                folder,
+            )
+        )
     for shard in shards:
         problem = _shard_problem(shard)
         if problem:

@@ -61,7 +61,9 @@ class TargetHead:
         self.embedding: Float[Tensor, "V H"] = read("model.embed_tokens.weight").to(wanted)
         self.norm: Float[Tensor, " H"] = read("model.norm.weight").to(wanted)
         tied = target.config.get("tie_word_embeddings", False)
-        self.head: Float[Tensor, "V H"] = self.embedding if tied else read("lm_head.weight").to(wanted)
+        self.head: Float[Tensor, "V H"] = (
+            self.embedding if tied else read("lm_head.weight").to(wanted)
+        )
 
     def normed(self, last: Float[Tensor, "P H"]) -> Float[Tensor, "P H"]:
         """The final RMSNorm of pre-norm states, its mean in fp32."""
@@ -95,7 +97,10 @@ class _TensorReader:
         # Multimodal wrappers keep the text model under a prefix, e.g. language_model.model.norm.weight.
         found = [full for full in self._where if full == name or full.endswith(f".{name}")]
         if not found:
-            raise UserError(f"the target has no tensor {name}", where=self._folder,
-                            expected="a decoder with embed_tokens, norm and lm_head")  # fmt: skip
+            raise UserError(
+                f"the target has no tensor {name}",
+                where=self._folder,
+                expected="a decoder with embed_tokens, norm and lm_head",
+            )
         with safe_open(self._where[found[0]], framework="pt") as file:
             return file.get_tensor(found[0])

@@ -56,8 +56,12 @@ class StateStore:
     def __init__(self, folder: Path):
         path = folder / "index.json"
         if not path.exists():
-            raise UserError("there are no captured states", expected="index.json", where=folder,
-                            next="eagle3 run PROFILE 02")  # fmt: skip
+            raise UserError(
+                "there are no captured states",
+                expected="index.json",
+                where=folder,
+                next="eagle3 run PROFILE 02",
+            )
         index = read_json(path)
         self.folder = folder
         self.slots: tuple[int, ...] = tuple(index["slots"])
@@ -67,9 +71,7 @@ class StateStore:
 
     def select(self, *, split: str | None = None, set: str | None = None) -> list[StateEntry]:
         """Entries of a split ("train", "heldout") and set ("workload", "general")."""
-        return [
-            e for e in self.entries if split in (None, e.split) and set in (None, e.set)
-        ]
+        return [e for e in self.entries if split in (None, e.split) and set in (None, e.set)]
 
     def row(self, entry: StateEntry) -> StateRow:
         """Read one conversation. Raises ``UserError`` for a shard that is missing or cut short."""
@@ -81,9 +83,10 @@ class StateStore:
                 ids = file.get_slice("token_ids")[where]
         except (SafetensorError, FileNotFoundError, OSError) as error:
             raise UserError(
-                f"a shard of hidden states can't be read: {error}", where=path,
+                f"a shard of hidden states can't be read: {error}",
+                where=path,
                 next="delete it and run the capture again: eagle3 run PROFILE 02",
-            ) from None  # fmt: skip
+            ) from None
         return StateRow(entry, ids, states[:, :-1].flatten(1), states[:, -1])
 
     def rows(self, entries: list[StateEntry]) -> Iterator[StateRow]:
@@ -104,7 +107,7 @@ def write_index(
     write_json(folder / "index.json", index)
 
 
-def state_problem(states: Float[Tensor, "T S H"]) -> str:
+def state_problem(states: Float[Tensor, "T S H"], token_ids: Int64[Tensor, " T"]) -> str:
     """What is wrong with captured states, or "": NaN or infinity, zero rows, rows that repeat."""
     wide = states.float()
     if not torch.isfinite(wide).all():
@@ -112,6 +115,9 @@ def state_problem(states: Float[Tensor, "T S H"]) -> str:
     if (wide.abs().amax(-1) == 0).any():
         return "all-zero states"
     # Attention and rotation make even a repeated token's states differ: equality is a stuck buffer.
-    if len(wide) > 1 and (wide[1:] == wide[:-1]).flatten(1).all(-1).any():
+    # Only a repetition that opens the row (a doubled BOS) attends to nothing but itself.
+    repeats = (wide[1:] == wide[:-1]).flatten(1).all(-1)
+    opening = (token_ids[1:] == token_ids[0]).cumprod(0).to(torch.bool)
+    if (repeats & ~opening).any():
         return "consecutive positions with identical states"
     return ""

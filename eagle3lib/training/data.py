@@ -30,7 +30,13 @@ def trainable(entries: list[StateEntry]) -> tuple[list[StateEntry], int]:
 
 
 def epoch_batches(
-    entries: list[StateEntry], batch_rows: int, *, seed: int, epoch: int, rank: int = 0, world: int = 1
+    entries: list[StateEntry],
+    batch_rows: int,
+    *,
+    seed: int,
+    epoch: int,
+    rank: int = 0,
+    world: int = 1,
 ) -> list[list[StateEntry]]:
     """The epoch's batches of one rank: shuffled by (seed, epoch), each conversation once over all ranks.
 
@@ -50,15 +56,22 @@ def load_batch(store: StateStore, entries: list[StateEntry]) -> Batch:
     states = torch.cat([row.slots for row in rows])
     for row in rows:
         if not torch.isfinite(row.slots).all() or not torch.isfinite(row.last).all():
-            raise UserError(f"conversation {row.entry.id}: states are not finite",
-                            where=store.folder / row.entry.shard,
-                            next="delete the shard and run the capture again")  # fmt: skip
-    packed = PackedRows.pack([row.token_ids for row in rows], [row.entry.prompt_tokens for row in rows])
-    return Batch([row.entry.id for row in rows], packed, states, torch.cat([row.last for row in rows]))
+            raise UserError(
+                f"conversation {row.entry.id}: states are not finite",
+                where=store.folder / row.entry.shard,
+                next="delete the shard and run the capture again",
+            )
+    packed = PackedRows.pack(
+        [row.token_ids for row in rows], [row.entry.prompt_tokens for row in rows]
+    )
+    return Batch(
+        [row.entry.id for row in rows], packed, states, torch.cat([row.last for row in rows])
+    )
 
 
 def conversations(store: StateStore, entries: list[StateEntry]) -> list[Conversation]:
     """For the simulator."""
     return [
-        Conversation(row.token_ids, row.entry.prompt_tokens, row.slots) for row in store.rows(entries)
+        Conversation(row.token_ids, row.entry.prompt_tokens, row.slots)
+        for row in store.rows(entries)
     ]

@@ -30,7 +30,10 @@ def acceptance_counts(replays: Iterable[Replay], steps: int) -> dict[str, Any]:
 
 
 def evaluate(drafter: Drafter, sets: dict[str, list[Conversation]], steps: int) -> dict[str, Any]:
-    return {name: acceptance_counts(simulate(drafter, items, steps), steps) for name, items in sets.items()}
+    return {
+        name: acceptance_counts(simulate(drafter, items, steps), steps)
+        for name, items in sets.items()
+    }
 
 
 class NgramBaseline:

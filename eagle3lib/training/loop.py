@@ -62,15 +62,20 @@ class Folders:
         return self.phase / "metrics.jsonl"
 
 
-def new_drafter(target: Target, head: TargetHead, vocab: VocabMap, slots: tuple[int, ...], seed: int) -> Drafter:
+def new_drafter(
+    target: Target, head: TargetHead, vocab: VocabMap, slots: tuple[int, ...], seed: int
+) -> Drafter:
     """A fresh drafter: embedding, head rows and final norm start as the target's, the rest random.
 
     The embedding stays the target's (SGLang serves with the target's whatever a checkpoint holds).
     """
     config = DrafterConfig.for_target(target.config, len(vocab.d2t))
     if config.slots != slots:
-        raise UserError(f"states were captured at slots {list(slots)}", expected=str(list(config.slots)),
-                        next="eagle3 run PROFILE 02")  # fmt: skip
+        raise UserError(
+            f"states were captured at slots {list(slots)}",
+            expected=str(list(config.slots)),
+            next="eagle3 run PROFILE 02",
+        )
     generator = torch.Generator().manual_seed(seed)
     drafter = Drafter(config)
     with torch.no_grad():
@@ -94,24 +99,34 @@ class Trainer:
         self.world = dist.get_world_size() if dist.is_initialized() else 1
         self.store = StateStore(folders.states)
         if self.store.target_fingerprint != target.fingerprint:
-            raise UserError(f"the states are of another target ({self.store.target_fingerprint})",
-                            expected=target.fingerprint, where=folders.states,
-                            next="eagle3 run PROFILE 02")  # fmt: skip
+            raise UserError(
+                f"the states are of another target ({self.store.target_fingerprint})",
+                expected=target.fingerprint,
+                where=folders.states,
+                next="eagle3 run PROFILE 02",
+            )
         self.vocab = VocabMap.load(folders.vocab)
         self.head = TargetHead(target)
         self.drafter = new_drafter(target, self.head, self.vocab, self.store.slots, cfg.seed)
         self.draft_head = self.head.head[self.vocab.target_ids]
         self.train_rows, self.skipped_rows = trainable(self.store.select(split="train"))
         if not self.train_rows:
-            raise UserError("no conversation has a token to train on", where=folders.states,
-                            expected="answers of at least two tokens")  # fmt: skip
+            raise UserError(
+                "no conversation has a token to train on",
+                where=folders.states,
+                expected="answers of at least two tokens",
+            )
         self.greedy = self._teacher_tokens()
         self.heldout = {
-            name: conversations(self.store, trainable(self.store.select(split="heldout", set=name))[0])
+            name: conversations(
+                self.store, trainable(self.store.select(split="heldout", set=name))[0]
+            )
             for name in ("workload", "general")
         }
         self.heldout = {name: items for name, items in self.heldout.items() if items}
-        per_epoch = len(epoch_batches(self.train_rows, cfg.batch_rows, seed=0, epoch=0, world=self.world))
+        per_epoch = len(
+            epoch_batches(self.train_rows, cfg.batch_rows, seed=0, epoch=0, world=self.world)
+        )
         self.total_updates = per_epoch * cfg.epochs
         self.optimizer, self.schedule = self._optimizer()
         self.step, self.epoch, self.best_length, self.seconds = 0, 0, 0.0, 0.0
@@ -144,8 +159,14 @@ class Trainer:
         if self.epoch == 0 and self.rank == 0:
             self._log(self._evaluation() | self._baselines())
         for epoch in range(self.epoch, self.cfg.epochs):
-            batches = epoch_batches(self.train_rows, self.cfg.batch_rows, seed=self.cfg.seed,
-                                    epoch=epoch, rank=self.rank, world=self.world)  # fmt: skip
+            batches = epoch_batches(
+                self.train_rows,
+                self.cfg.batch_rows,
+                seed=self.cfg.seed,
+                epoch=epoch,
+                rank=self.rank,
+                world=self.world,
+            )
             for entries in batches:
                 self._log(self._update(entries, epoch))
             self.epoch = epoch + 1
@@ -156,18 +177,22 @@ class Trainer:
         started = time.perf_counter()
         self.drafter.train()
         losses, counts = self._losses(load_batch(self.store, entries)) if entries else ([], [])
-        totals = self._sum_over_ranks(
-            [float(c.inside) for c in counts] or [0.0] * self.cfg.steps
-        )  # positions that carry loss, by step, of all ranks: the mean is over them all
+        # Sums of all ranks: the mean is over all their positions, and so are the logged numbers.
+        counts = [
+            self._over_ranks(c) for c in counts or [StepCounts(0, 0, 0, 0.0)] * self.cfg.steps
+        ]
+        tokens = int(self._sum_over_ranks([float(sum(e.tokens for e in entries))])[0])
         weights = [self.cfg.step_weight**k for k in range(self.cfg.steps)]
-        scale = [w / sum(weights) / max(n, 1.0) for w, n in zip(weights, totals, strict=True)]
+        scale = [w / sum(weights) / max(c.inside, 1) for w, c in zip(weights, counts, strict=True)]
         self.optimizer.zero_grad(set_to_none=True)
         if losses:
             total = torch.stack([loss * s for loss, s in zip(losses, scale, strict=True)]).sum()
             if not torch.isfinite(total):
-                raise UserError(f"the loss is {float(total)} at update {self.step}",
-                                where=self.folders.metrics,
-                                next="lower learning_rate; the last good checkpoint is kept")  # fmt: skip
+                raise UserError(
+                    f"the loss is {float(total)} at update {self.step}",
+                    where=self.folders.metrics,
+                    next="lower learning_rate; the last good checkpoint is kept",
+                )
             total.backward()
         norm = self._reduce_and_clip()
         self.optimizer.step()
@@ -177,21 +202,34 @@ class Trainer:
         elapsed_s = time.perf_counter() - started
         self.seconds += elapsed_s
         return {
-            "kind": "train", "update": self.step, "updates": self.total_updates, "epoch": epoch,
-            "learning_rate": rate, "grad_norm": round(norm, 4), "seconds": round(self.seconds, 2),
-            "tokens": sum(e.tokens for e in entries),
-            "tokens_per_s": round(sum(e.tokens for e in entries) / elapsed_s, 1),
+            "kind": "train",
+            "update": self.step,
+            "updates": self.total_updates,
+            "epoch": epoch,
+            "learning_rate": rate,
+            "grad_norm": round(norm, 4),
+            "seconds": round(self.seconds, 2),
+            "tokens": tokens,
+            "tokens_per_s": round(tokens / elapsed_s, 1),
             "steps": [_shown(c) for c in counts],
-        }  # fmt: skip
+        }
 
     def _losses(self, batch: Batch) -> tuple[list[Tensor], list[StepCounts]]:
         greedy = torch.cat([self.greedy[i] for i in batch.ids])
         normed = self.head.normed(batch.last.float())
         with torch.autocast("cpu", torch.bfloat16, enabled=self.cfg.precision == "bfloat16"):
             teacher = make_teacher(batch.rows, normed, greedy, self.draft_head, self.cfg.steps)
-            made = unroll(self.drafter, batch.rows, batch.states.float(), self.cfg.steps, feed="truth")
+            made = unroll(
+                self.drafter, batch.rows, batch.states.float(), self.cfg.steps, feed="truth"
+            )
             pairs = [step_loss(self.drafter, batch.rows, m, teacher, k) for k, m in enumerate(made)]
         return [loss for loss, _ in pairs], [count for _, count in pairs]
+
+    def _over_ranks(self, own: StepCounts) -> StepCounts:
+        positions, inside, right, loss_sum = self._sum_over_ranks(
+            [own.positions, own.inside, own.right, own.loss_sum]
+        )
+        return StepCounts(int(positions), int(inside), int(right), loss_sum)
 
     def _sum_over_ranks(self, values: list[float]) -> list[float]:
         if self.world == 1:
@@ -214,15 +252,25 @@ class Trainer:
         self.drafter.eval()
         started = time.perf_counter()
         sets = evaluate(self.drafter, self.heldout, self.cfg.num_speculative_tokens)
-        return {"kind": "evaluation", "epoch": self.epoch, "update": self.step, "sets": sets,
-                "seconds": round(time.perf_counter() - started, 2)}  # fmt: skip
+        return {
+            "kind": "evaluation",
+            "epoch": self.epoch,
+            "update": self.step,
+            "sets": sets,
+            "seconds": round(time.perf_counter() - started, 2),
+        }
 
     def _baselines(self) -> dict[str, Any]:
-        answers = [row.token_ids[row.entry.prompt_tokens :].tolist() for row in self.store.rows(self.train_rows)]
+        answers = [
+            row.token_ids[row.entry.prompt_tokens :].tolist()
+            for row in self.store.rows(self.train_rows)
+        ]
         ngrams = NgramBaseline(answers)
-        return {"baselines": ngrams.evaluate(self.heldout, self.cfg.num_speculative_tokens),
-                "skipped_rows": self.skipped_rows,
-                "tokens": dict(Counter(train=sum(map(len, answers))))}  # fmt: skip
+        return {
+            "baselines": ngrams.evaluate(self.heldout, self.cfg.num_speculative_tokens),
+            "skipped_rows": self.skipped_rows,
+            "tokens": dict(Counter(train=sum(map(len, answers)))),
+        }
 
     def _log(self, row: dict[str, Any]) -> None:
         if self.rank == 0:
@@ -243,8 +291,15 @@ class Trainer:
 
     def _write_weights(self, folder: Path) -> None:
         save_file(drafter_tensors(self.drafter, torch.float32, embeddings=False), folder / _WEIGHTS)
-        write_json(folder / "state.json", {"epoch": self.epoch, "update": self.step,
-                                           "best_length": self.best_length, "seconds": self.seconds})  # fmt: skip
+        write_json(
+            folder / "state.json",
+            {
+                "epoch": self.epoch,
+                "update": self.step,
+                "best_length": self.best_length,
+                "seconds": self.seconds,
+            },
+        )
 
     def _write_all(self, folder: Path) -> None:
         self._write_weights(folder)
@@ -275,5 +330,9 @@ def load_weights(drafter: Drafter, checkpoint: Path) -> None:
 
 
 def _shown(count: StepCounts) -> dict[str, Any]:
-    return {"positions": count.positions, "inside": count.inside, "right": count.right,
-            "loss": round(count.loss_sum / max(count.inside, 1), 4)}  # fmt: skip
+    return {
+        "positions": count.positions,
+        "inside": count.inside,
+        "right": count.right,
+        "loss": round(count.loss_sum / max(count.inside, 1), 4),
+    }

@@ -62,7 +62,9 @@ def step_loss(
 ) -> tuple[Float[Tensor, ""], StepCounts]:
     """(sum of the cross-entropy over the step's loss positions, its counts)."""
     exists = label_exists(rows.base, step, rows.total)
-    index = teacher.row_of[(rows.row_start + teacher_index(rows.base, step)).clamp(max=len(teacher.row_of) - 1)]
+    index = teacher.row_of[
+        (rows.row_start + teacher_index(rows.base, step)).clamp(max=len(teacher.row_of) - 1)
+    ]
     inside: Bool[Tensor, " P"] = exists & (index >= 0)
     inside &= drafter.t2d[teacher.greedy[index.clamp(min=0)]]
     chosen, labels = made.hidden[inside], index[inside]

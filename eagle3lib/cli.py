@@ -1,0 +1,120 @@
+"""``eagle3``: the command line. It runs the notebooks themselves; nothing here computes."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import click
+import typer
+
+from eagle3lib.lab.errors import UserError
+from eagle3lib.lab.notebooks import NotebookError, write_parameter_cells
+from eagle3lib.lab.params import PHASES
+from eagle3lib.lab.profile import load_profile, parse_arguments, phase_name
+
+app = typer.Typer(
+    name="eagle3", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    help="EAGLE-3 drafters: from a target to a served, measured, explained speed-up.",
+)  # fmt: skip
+
+
+@app.command()
+def run(
+    profile: Annotated[str, typer.Argument(help="a profile: a name in params/, or a .yaml file")],
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[PHASE|NAME=VALUE]...", help="phases, values")
+    ] = None,
+    force: Annotated[bool, typer.Option(help="run phases also when they are done")] = False,
+) -> None:
+    """Run all phases of PROFILE, or those named. What is done and unchanged is skipped.
+
+    Examples: eagle3 run demo; eagle3 run demo 04_train_drafter epochs=3; eagle3 run demo 06 07
+    """
+    from eagle3lib.report.runner import run_profile
+
+    phases, overrides = parse_arguments(words or [])
+    params = load_profile(profile, phases, overrides)
+    run_profile(params, phases or list(PHASES), force=force)
+
+
+@app.command()
+def report(
+    profile: Annotated[str, typer.Argument(help="a profile, or the name of a run")],
+) -> None:
+    """Render a run's notebooks and write its page again."""
+    from eagle3lib.report.page import build_page
+
+    print(build_page(_run_name(profile)))
+
+
+@app.command()
+def status(
+    profile: Annotated[str, typer.Argument(help="a profile, or the name of a run")] = "demo",
+) -> None:
+    """Show every phase of a run: done, running with progress, interrupted or waiting."""
+    from eagle3lib.report.runner import print_status
+
+    print_status(_run_name(profile))
+
+
+@app.command()
+def params(
+    phase: Annotated[str | None, typer.Argument(help="a phase; all, if left out")] = None,
+) -> None:
+    """List the parameters with type, default and help."""
+    for name in [phase_name(phase)] if phase else list(PHASES):
+        print(name)
+        for field, info in PHASES[name].model_fields.items():
+            print(f"  {field:32} {info.default!r:38} {info.description}")
+
+
+@app.command()
+def notebooks(
+    check: Annotated[
+        bool, typer.Option(help="change nothing, exit 1 when a cell is out of step")
+    ] = False,
+) -> None:
+    """Write the notebooks' parameter cells from the parameter models."""
+    changed = write_parameter_cells(check_only=check)
+    for name in changed:
+        print(f"{name}: {'out of step, run: eagle3 notebooks' if check else 'written'}")
+    if check and changed:
+        raise typer.Exit(1)
+
+
+def _run_name(profile_or_run: str) -> str:
+    """A profile's run, or the word itself when it is no profile."""
+    try:
+        return load_profile(profile_or_run)["00_plan"].run
+    except UserError:
+        if Path(profile_or_run).suffix:
+            raise
+        return profile_or_run
+
+
+def main() -> None:
+    """Exit codes: 0 done, 1 a phase failed, 2 a mistake in what was asked, 130 interrupted."""
+    # The kernel's notice that its ports are not encrypted: harmless on loopback.
+    logging.getLogger("traitlets").setLevel(logging.ERROR)
+    try:
+        code = app(standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(2)
+    except UserError as error:
+        print(f"eagle3: {error}", file=sys.stderr)
+        sys.exit(2)
+    except NotebookError as error:
+        print(f"eagle3: {error}", file=sys.stderr)
+        sys.exit(1)
+    except (KeyboardInterrupt, click.Abort):
+        print("\neagle3: interrupted; run the same command again to continue", file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

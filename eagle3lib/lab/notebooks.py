@@ -1,0 +1,104 @@
+"""The notebooks as files: their parameter cells written from the models, their execution by papermill."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import nbformat
+
+from eagle3lib.lab.errors import UserError
+from eagle3lib.lab.machine import ROOT
+from eagle3lib.lab.params import PHASES, PhaseParams
+
+NOTEBOOKS = ROOT / "notebooks"
+# Papermill's and nbconvert's terminals can't draw: the MIME type keeps the figure's data in the
+# notebook, JupyterLab draws it, and report/html.py turns it into a figure that needs no network.
+_RENDERER = "plotly_mimetype"
+
+
+class NotebookError(RuntimeError):
+    """A cell failed for a reason that is not the user's: the executed notebook is the crash report."""
+
+
+def parameter_cell(model: type[PhaseParams]) -> str:
+    """One parameter a line with type, default and help, as papermill's line regex reads it."""
+    lines = []
+    for name, field in model.model_fields.items():
+        default = field.default
+        shown = (
+            json.dumps(default, ensure_ascii=False) if isinstance(default, str) else repr(default)
+        )
+        lines.append(f"{name}: {type(default).__name__} = {shown}  # {field.description}")
+    return "\n".join(lines)
+
+
+def write_parameter_cells(*, check_only: bool = False) -> list[str]:
+    """Bring every phase notebook's ``parameters`` cell in step with its model.
+
+    Returns the names of the notebooks that were (with ``check_only``: would be) changed.
+    """
+    changed = []
+    for phase, model in PHASES.items():
+        path = NOTEBOOKS / f"{phase}.ipynb"
+        notebook = read_notebook(path)
+        cells = [c for c in notebook.cells if "parameters" in c.metadata.get("tags", [])]
+        if len(cells) != 1:
+            raise UserError(
+                f"{len(cells)} cells are tagged 'parameters'", expected="one", where=path
+            )
+        if cells[0].source == parameter_cell(model):
+            continue
+        changed.append(path.name)
+        if not check_only:
+            cells[0].source = parameter_cell(model)
+            path.write_text(nbformat.writes(notebook) + "\n", encoding="utf-8")
+    return changed
+
+
+def read_notebook(path: Path) -> Any:
+    if not path.exists():
+        raise UserError("a notebook is missing", where=path, next="git checkout notebooks")
+    return nbformat.read(path, as_version=4)
+
+
+def execute(params: PhaseParams, output: Path) -> None:
+    """Run a phase's notebook into ``output``, which is kept also when a cell fails.
+
+    Raises ``UserError`` with the message of a user's mistake, ``NotebookError`` for anything else.
+    """
+    import papermill
+    from nbclient.exceptions import DeadKernelError
+    from papermill.exceptions import PapermillExecutionError
+
+    output.parent.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("PLOTLY_RENDERER", _RENDERER)
+    source = NOTEBOOKS / f"{params.PHASE}.ipynb"
+    try:
+        papermill.execute_notebook(
+            str(source),
+            str(output),
+            parameters=params.model_dump(mode="json"),
+            kernel_name="python3",
+            cwd=str(NOTEBOOKS),
+            progress_bar=False,
+            autosave_cell_every=30,
+        )
+    except PapermillExecutionError as error:
+        if error.ename == "UserError":
+            raise UserError(_plain(error.evalue)) from None
+        raise NotebookError(
+            f"{params.PHASE} failed in cell {error.exec_count}: {error.ename}: {_plain(error.evalue)}\n"
+            f"  in:       {output}\n  next:     open it, the cell and its traceback are there"
+        ) from None
+    except DeadKernelError:
+        raise NotebookError(
+            f"the kernel of {params.PHASE} died, most often for want of memory\n  in:       {output}"
+        ) from None
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)

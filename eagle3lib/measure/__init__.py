@@ -1,0 +1,1 @@
+"""Measuring: arms that alternate, one accounting identity, speed-ups with their interval."""

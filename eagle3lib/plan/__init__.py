@@ -1,0 +1,1 @@
+"""Plan before you pay: what a target costs and what fits."""

@@ -1,0 +1,1 @@
+"""Figures, rendered notebooks, the page of a run."""

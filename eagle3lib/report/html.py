@@ -1,0 +1,65 @@
+"""Rendered notebooks: one HTML file each, figures included, no network needed."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import plotly.io
+from traitlets.config import Config
+
+from eagle3lib.lab.files import write_text
+
+_PLOTLY_MIME = "application/vnd.plotly.v1+json"
+
+
+def render_notebook(notebook: Path, html: Path, *, plotly_js: bool | str = True) -> Path:
+    """Convert an executed notebook. ``plotly_js`` "cdn" makes a small file that needs the network.
+
+    Plotly 6 and later leave only their MIME type in headless notebooks, which nbconvert can't draw:
+    each figure is turned into a <div> here, the library is embedded once.
+    """
+    from nbconvert import HTMLExporter
+
+    node = nbformat.read(notebook, as_version=4)
+    _draw_figures(node, plotly_js)
+    config = Config()
+    config.TagRemovePreprocessor.enabled = True
+    config.TagRemovePreprocessor.remove_input_tags = {"hide-input"}
+    exporter = HTMLExporter(config=config)
+    exporter.exclude_input_prompt = exporter.exclude_output_prompt = True
+    # nbconvert would load both from a CDN; nothing here needs them.
+    exporter.require_js_url = exporter.mathjax_url = ""
+    body, _ = exporter.from_notebook_node(node)
+    write_text(html, body)
+    return html
+
+
+def _draw_figures(node: Any, plotly_js: bool | str) -> None:
+    for cell in node.cells:
+        for output in cell.get("outputs", []):
+            data = output.get("data", {})
+            if _PLOTLY_MIME not in data:
+                continue
+            figure = data.pop(_PLOTLY_MIME)
+            data["text/html"] = plotly.io.to_html(
+                {"data": figure["data"], "layout": figure["layout"]},
+                include_plotlyjs=plotly_js, full_html=False, config={"displaylogo": False},
+                validate=False,
+            )  # fmt: skip
+            plotly_js = False  # the library once a page
+
+
+def render_run(folder: Path) -> dict[str, Path]:
+    """Render every executed notebook of a run that has no newer HTML. Phase name -> HTML file."""
+    made = {}
+    for notebook in sorted((folder / "reports").glob("[0-9]*.ipynb")):
+        html = notebook.with_suffix(".html")
+        with contextlib.suppress(FileNotFoundError):
+            if html.stat().st_mtime > notebook.stat().st_mtime:
+                made[notebook.stem] = html
+                continue
+        made[notebook.stem] = render_notebook(notebook, html)
+    return made

@@ -1,0 +1,125 @@
+"""Parameters: every mistake is one ``UserError`` that names the thing, no pydantic traceback."""
+
+import re
+from typing import Literal, get_origin
+
+import pytest
+
+from eagle3lib.lab import params
+from eagle3lib.lab.errors import UserError
+from eagle3lib.lab.params import PHASES, GenerateParams, TrainParams
+
+FIELDS = [(model, name) for model in PHASES.values() for name in model.model_fields]
+
+
+def refused(model, **values):
+    """The text of the one error that ``values`` cause; it must read as ours, not as pydantic's."""
+    with pytest.raises(UserError) as caught:
+        model.checked(values, "profile.yaml")
+    text = str(caught.value)
+    assert "profile.yaml" in text and model.PHASE in text
+    assert "validation error" not in text and "pydantic" not in text
+    # `from None`: the notebook's reader must not see pydantic's error above ours.
+    assert caught.value.__suppress_context__
+    return text
+
+
+def test_an_unknown_parameter_is_named_and_the_known_ones_listed():
+    text = refused(TrainParams, epoch=3)
+    assert "'epoch'" in text and "epochs" in text and "learning_rate" in text
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "value"),
+    [
+        (TrainParams, "epochs", "many"),
+        (TrainParams, "epochs", 1.5),
+        (TrainParams, "epochs", None),
+        (TrainParams, "epochs", [3]),
+        (TrainParams, "precision", "int4"),
+        (GenerateParams, "workload", 3),
+        (GenerateParams, "target", {"name": "x"}),
+    ],
+)
+def test_a_wrong_type_is_named_with_what_was_found(model, name, value):
+    text = refused(model, **{name: value})
+    assert repr(name) in text and repr(value) in text
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("epochs", 0),
+        ("steps", 17),
+        ("learning_rate", 0.0),
+        ("learning_rate", float("nan")),
+        # No JSON can hold it: it would break the manifest, hours later.
+        ("learning_rate", float("inf")),
+        ("step_weight", 1.01),
+        ("seed", -1),
+    ],
+)
+def test_a_value_out_of_range_is_named(name, value):
+    text = refused(TrainParams, **{name: value})
+    assert repr(name) in text and repr(value) in text
+
+
+def test_every_problem_is_a_line_of_one_error():
+    text = refused(TrainParams, epochs=0, sede=1, precision="int4")
+    assert all(repr(name) in text for name in ("epochs", "sede", "precision"))
+
+
+@pytest.mark.parametrize(
+    "run", ["a/b", "../up", "/abs", "", ".", "..", ".hidden", "a b", "a\n", "examples"]
+)
+def test_a_run_name_that_is_no_plain_folder_name_is_refused(run):
+    assert "'run'" in refused(TrainParams, run=run)
+
+
+@pytest.mark.parametrize("run", ["demo", "qwen3-8b_k5.2", "2026"])
+def test_a_plain_run_name_is_taken(run):
+    assert TrainParams.checked({"run": run}, "x").run == run
+
+
+@pytest.mark.parametrize("model", PHASES.values(), ids=PHASES)
+def test_a_notebooks_cell_gives_back_the_parameters(model):
+    """Names of the namespace that are no parameters (imports, helpers) play no part."""
+    cell = model().model_dump(mode="json")
+    assert model.from_notebook({**cell, "np": object(), "_": 3}) == model()
+
+
+def test_a_parameters_cell_that_lacks_a_field_is_refused_by_name():
+    cell = TrainParams().model_dump(mode="json")
+    del cell["seed"]
+    with pytest.raises(UserError, match=r"lacks: seed(?s:.)*04_train_drafter\.ipynb"):
+        TrainParams.from_notebook(cell)
+
+
+@pytest.mark.parametrize(("model", "name"), FIELDS, ids=lambda x: getattr(x, "PHASE", x))
+def test_every_field_can_stand_in_a_papermill_cell(model, name):
+    """papermill reads the cell by a line regex: '=' in the help drops the line, '#' cuts it."""
+    field = model.model_fields[name]
+    assert field.description, f"{name} has no help"
+    assert not re.search(r"[=#\n]", field.description)
+    assert field.annotation in (str, int, float, bool) or get_origin(field.annotation) is Literal
+    # `field = value  # help` is one line only while the default is plain.
+    assert type(field.default) in (str, int, float, bool) and "#" not in str(field.default)
+
+
+def test_the_defaults_of_every_phase_are_valid():
+    for model in PHASES.values():
+        assert model.checked(model().model_dump(mode="json"), "defaults") == model()
+
+
+def test_phases_are_in_order_and_need_only_earlier_ones():
+    names = list(PHASES)
+    assert names == sorted(names)
+    for index, model in enumerate(PHASES.values()):
+        assert set(model.UPSTREAM) <= set(names[:index])
+        assert set(model.FILES) <= set(model.model_fields)
+
+
+def test_input_files_are_found_from_the_repository_and_empty_ones_left_out(tmp_path):
+    cfg = GenerateParams(workload="params/some.jsonl", general="")
+    assert cfg.input_files() == {"workload": params.ROOT / "params/some.jsonl"}
+    assert params.resolve(str(tmp_path)) == tmp_path

@@ -1,0 +1,223 @@
+"""The run folder: when a phase is done, resumed or made again, and what is never touched."""
+
+import json
+
+import pytest
+
+from eagle3lib.lab import run
+from eagle3lib.lab.errors import UserError
+from eagle3lib.lab.files import hash_file, read_json
+from eagle3lib.lab.params import CaptureParams, GenerateParams, PlanParams, VocabParams
+from eagle3lib.lab.run import begin, gather_inputs, phase_state, run_folder
+
+TARGET = "0123456789abcdef"
+
+
+@pytest.fixture(autouse=True)
+def outputs(tmp_path, monkeypatch):
+    """Runs of this test alone; notebooks of a folder of its own, which the test may write."""
+    monkeypatch.setenv("EAGLE3_OUTPUTS", str(tmp_path / "outputs"))
+    monkeypatch.setattr(run, "ROOT", tmp_path)
+    (tmp_path / "notebooks").mkdir()
+    return tmp_path / "outputs"
+
+
+def state(params, target=TARGET):
+    return phase_state(params, gather_inputs(params, target))
+
+
+def complete(params, content="artefact", target=TARGET):
+    """Run a phase as a notebook does."""
+    phase = begin(params, target)
+    path = phase.folder / "result.bin"
+    path.write_text(content)
+    phase.finish({"answers": 1}, [path])
+    return phase
+
+
+def tree_hash(folder):
+    return {
+        str(p.relative_to(folder)): hash_file(p) if p.is_file() else "" for p in folder.rglob("*")
+    }
+
+
+@pytest.fixture
+def generate(tmp_path):
+    """Parameters of a phase that has both parameters and input files."""
+    (tmp_path / "w.jsonl").write_text("workload")
+    (tmp_path / "g.jsonl").write_text("general")
+    return GenerateParams(
+        run="mine", workload=str(tmp_path / "w.jsonl"), general=str(tmp_path / "g.jsonl")
+    )
+
+
+def changed(params, **values):
+    return type(params).checked({**params.model_dump(), **values}, "test")
+
+
+def test_new_then_interrupted_then_done(generate):
+    assert state(generate)[0] == "new"
+    phase = begin(generate, TARGET)
+    assert state(generate) == ("resume", "was interrupted")
+    artefact = phase.folder / "a.txt"
+    artefact.write_text("a")
+    assert phase.finish({"n": 1}, [artefact]) == {"n": 1}
+    assert state(generate)[0] == "done"
+    assert read_json(phase.folder / "metrics.json") == {"n": 1}
+
+
+def test_a_phase_that_runs_again_is_not_done_until_it_finishes(generate):
+    phase = complete(generate)
+    begin(generate, TARGET)
+    assert state(generate)[0] == "resume"
+    assert (phase.folder / "result.bin").exists()  # what it resumes from
+
+
+def test_the_manifest_is_written_last(generate, monkeypatch):
+    """Its existence means that the phase is whole, so nothing of the phase may come after it."""
+    written = []
+    write = run.write_json
+
+    def record(path, value):
+        written.append(path)
+        write(path, value)
+
+    monkeypatch.setattr(run, "write_json", record)
+    phase = complete(generate)
+    own = [p.name for p in written if p.parent == phase.folder]
+    assert own[0] == "inputs.json" and own[-1] == "manifest.json"
+
+
+def test_a_changed_parameter_is_stale_and_named_with_both_values(generate):
+    complete(generate)
+    found, why = state(changed(generate, max_new_tokens=17))
+    assert found == "stale" and f"max_new_tokens {generate.max_new_tokens} -> 17" in why
+
+
+def test_every_parameter_but_the_runs_name_makes_a_phase_stale():
+    plan = PlanParams()
+    inputs = gather_inputs(plan, TARGET)
+    other = {"target": "other", "answer_tokens": 7, "prompt_tokens_per_answer_token": 0.25,
+             "max_model_len": 77, "num_speculative_tokens": 5}  # fmt: skip
+    assert set(other) | {"run"} == set(PlanParams.model_fields)
+    for name, value in other.items():
+        assert gather_inputs(changed(plan, **{name: value}), TARGET) != inputs
+    assert gather_inputs(changed(plan, run="other"), TARGET) == inputs
+
+
+def test_a_changed_input_file_is_stale_and_named(generate, tmp_path):
+    complete(generate)
+    (tmp_path / "w.jsonl").write_text("workloae")
+    assert state(generate) == ("stale", "the file of workload changed")
+
+
+def test_a_missing_input_file_is_a_user_error_that_names_parameter_and_path(generate, tmp_path):
+    (tmp_path / "g.jsonl").unlink()
+    with pytest.raises(UserError, match=r"'general'(?s:.)*g\.jsonl"):
+        begin(generate, TARGET)
+
+
+def notebook(tmp_path, phase, code, parameters="run = 'demo'", text="# Title"):
+    cells = [
+        {"cell_type": "markdown", "metadata": {}, "source": [text]},
+        {"cell_type": "code", "metadata": {"tags": ["parameters"]}, "source": [parameters]},
+        {"cell_type": "code", "metadata": {}, "source": [code]},
+    ]
+    path = tmp_path / "notebooks" / f"{phase}.ipynb"
+    path.write_text(json.dumps({"cells": cells}))
+
+
+def test_a_changed_notebook_is_stale_but_its_text_and_parameters_cell_are_free(generate, tmp_path):
+    notebook(tmp_path, generate.PHASE, "answer()")
+    complete(generate)
+    notebook(tmp_path, generate.PHASE, "answer()", "run = 'x'", "# Better title")
+    assert state(generate)[0] == "done"
+    notebook(tmp_path, generate.PHASE, "answer(2)")
+    assert state(generate) == ("stale", "the notebook changed")
+
+
+@pytest.mark.parametrize("damage", [lambda p: p.write_text("arte"), lambda p: p.unlink()])
+def test_a_truncated_or_missing_artefact_is_made_again(generate, damage):
+    phase = complete(generate)
+    damage(phase.folder / "result.bin")
+    found, why = state(generate)
+    assert found == "resume" and "result.bin" in why
+
+
+def test_resuming_keeps_the_folder_and_starting_afresh_sets_it_aside(generate):
+    phase = begin(generate, TARGET)
+    (phase.folder / "answers.jsonl").write_text("kept")
+    begin(generate, TARGET)
+    assert (phase.folder / "answers.jsonl").read_text() == "kept"
+
+    begin(changed(generate, max_new_tokens=17), TARGET)
+    assert not (phase.folder / "answers.jsonl").exists()
+    previous = phase.folder.with_name("01_generate_data.previous")
+    assert (previous / "answers.jsonl").read_text() == "kept"
+    assert read_json(previous / "inputs.json") == phase.inputs
+
+
+def test_only_the_last_stale_folder_is_kept_and_hidden_states_never(generate):
+    for tokens in (17, 18, 19):
+        phase = begin(changed(generate, max_new_tokens=tokens), TARGET)
+        (phase.folder / f"made_by_{tokens}").write_text("")
+        (phase.folder / "states").mkdir()
+    siblings = {p.name for p in phase.folder.parent.iterdir() if p.is_dir()}
+    assert siblings == {"01_generate_data", "01_generate_data.previous"}
+    previous = phase.folder.with_name("01_generate_data.previous")
+    assert (previous / "made_by_18").exists() and not (previous / "states").exists()
+
+
+def test_a_run_of_another_target_is_refused_and_nothing_in_it_changed(generate):
+    complete(generate)
+    before = tree_hash(run_folder("mine"))
+    with pytest.raises(UserError) as caught:
+        begin(changed(generate, max_new_tokens=17), "another-target")
+    assert tree_hash(run_folder("mine")) == before
+    assert TARGET in str(caught.value) and "another-target" in str(caught.value)
+    assert "run=" in str(caught.value)  # what to do: choose another name
+    begin(changed(generate, run="other"), "another-target")
+
+
+def test_an_unfinished_upstream_phase_is_a_user_error_that_names_it(generate):
+    capture = CaptureParams(run="mine")
+    with pytest.raises(UserError, match="needs 01_generate_data"):
+        begin(capture, TARGET)
+    begin(generate, TARGET)  # started is not finished
+    with pytest.raises(UserError, match="needs 01_generate_data"):
+        begin(capture, TARGET)
+    assert not (run_folder("mine") / capture.PHASE).exists()
+    complete(generate)
+    assert begin(capture, TARGET).of("01_generate_data") == run_folder("mine") / "01_generate_data"
+
+
+def test_downstream_is_stale_when_upstream_gave_another_result_and_only_then(generate):
+    vocab = VocabParams(run="mine")
+    complete(generate, "first")
+    complete(vocab)
+    complete(generate, "first")
+    assert state(vocab)[0] == "done"
+    complete(generate, "second")
+    assert state(vocab) == ("stale", "01_generate_data was made again")
+
+
+def test_the_runs_manifest_lists_the_phases_that_are_done(generate):
+    complete(generate)
+    begin(VocabParams(run="mine"), TARGET)
+    manifest = read_json(run_folder("mine") / "manifest.json")
+    assert list(manifest["phases"]) == ["01_generate_data"]
+    assert manifest["phases"]["01_generate_data"]["bytes"] == len("artefact")
+    assert manifest["target"] == {"name": generate.target, "fingerprint": TARGET}
+    begin(generate, TARGET)
+    assert read_json(run_folder("mine") / "manifest.json")["phases"] == {}
+
+
+def test_progress_is_on_disk_while_a_phase_runs_and_gone_when_it_is_done(generate):
+    phase = begin(generate, TARGET)
+    path = phase.folder / "progress.json"
+    with pytest.raises(RuntimeError), phase.progress(10, "rows", "answers", done=4) as bar:
+        bar.update(3)
+        raise RuntimeError("died")
+    assert (read_json(path)["done"], read_json(path)["total"]) == (7, 10)
+    phase.finish({})
+    assert not path.exists()
