@@ -16,9 +16,12 @@ from eagle3lib.lab.params import PHASES
 from eagle3lib.lab.profile import load_profile, parse_arguments, phase_name
 
 app = typer.Typer(
-    name="eagle3", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    name="eagle3",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
     help="EAGLE-3 drafters: from a target to a served, measured, explained speed-up.",
-)  # fmt: skip
+)
 
 
 @app.command()

@@ -1,7 +1,7 @@
 """Answers out of the served target, token-exact, resumable at any moment.
 
-Every answer is one line of ``answers.jsonl`` the moment it is whole; what was refused is one line of
-``rejects.jsonl`` with its reason. A run that was killed reads both and asks for the rest.
+Every answer is one line of ``answers.jsonl`` the moment it is whole; what was refused is one line
+of ``rejects.jsonl`` with its reason. A run that was killed reads both and asks for the rest.
 """
 
 from __future__ import annotations
@@ -76,10 +76,11 @@ def generate_answers(
     want_tokens: int = 0,
     on_answer: Callable[[AnswerRow], None] = lambda row: None,
 ) -> list[AnswerRow]:
-    """Answer ``prompts`` in their order, ``concurrency`` at once; returns all answers of the folder.
+    """Answer ``prompts`` in their order, ``concurrency`` at once; returns all answers of the
+    folder.
 
-    ``want_tokens``: stop asking once the answers to these prompts hold so many tokens (0: answer all).
-    Raises ``UserError`` when the server is gone, or when too large a share is refused.
+    ``want_tokens``: stop asking once the answers to these prompts hold so many tokens (0: answer
+    all). Raises ``UserError`` when the server is gone, or when too large a share is refused.
     """
     folder.mkdir(parents=True, exist_ok=True)
     done = {row.id: row for row in read_answers(folder)}
@@ -168,7 +169,7 @@ def _append(file: TextIO, row: dict[str, Any]) -> None:
 def _check_share(
     refused: int, answered: int, limit: float, folder: Path, *, least: int = 20
 ) -> None:
-    """Raise when too many were refused of at least ``least``: a first few say nothing of a share."""
+    """Raise when too many were refused, of at least ``least``: a few say nothing of a share."""
     asked = refused + answered
     if asked >= least and refused > limit * asked:
         reasons = Counter(row["reason"] for row in read_rejects(folder)).most_common(3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,23 +62,27 @@ def load_prompt_sets(cfg: GenerateParams) -> PromptSets:
 
 
 @contextlib.contextmanager
-def target_server(cfg: GenerateParams, target: Path, log: Path) -> Iterator[Client]:
-    """The server that answers: the one at ``cfg.server``, or a vLLM of our own for as long as needed."""
+def target_server(
+    cfg: GenerateParams, target: Path, log: Path, say: Callable[[str], None] = print
+) -> Iterator[Client]:
+    """The server that answers: the one at ``cfg.server``, or a vLLM of our own for as long as
+    needed."""
     if cfg.server:
         yield Client(cfg.server)
         return
     engine = EngineConfig(target, cfg.dtype, cfg.max_model_len, max_num_seqs=cfg.concurrency)
-    with VllmServer(engine, log=log) as server:
+    with VllmServer(engine, log=log, say=say) as server:
         yield Client(server.url)
 
 
 def answer_all(phase: Phase, cfg: GenerateParams, sets: PromptSets, target: Path) -> dict[str, Any]:
-    """Answer held-out prompts, then training prompts until enough tokens are there; show progress."""
+    """Answer held-out prompts, then training prompts until enough tokens are there; show
+    progress."""
     sampling = Sampling(cfg.max_new_tokens, cfg.temperature)
     limits = {"concurrency": cfg.concurrency, "max_reject_share": cfg.max_reject_share}
     before = read_answers(phase.folder)
     started = time.perf_counter()
-    with target_server(cfg, target, phase.log_file("vllm")) as client:
+    with target_server(cfg, target, phase.log_file("vllm"), phase.note) as client:
         ready_s = time.perf_counter() - started
         total = len(sets.heldout)
         held = sum(row.split == "heldout" for row in before)

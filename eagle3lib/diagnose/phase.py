@@ -24,19 +24,24 @@ def replay_sets(phase: Phase, target: Target) -> Replayed:
     chosen = {name: first_repeat(rows, OWN, name) for name in ("workload", "general")}
     if not chosen["workload"]:
         raise UserError(
-            "the benchmark has no record of rounds", where=phase.of("06_benchmark_serving"),
+            "the benchmark has no record of rounds",
+            where=phase.of("06_benchmark_serving"),
             expected="vLLM 0.32 or newer, which gives one for each request",
             next="run phase 06 with such an engine",
-        )  # fmt: skip
+        )
     with phase.progress(sum(map(len, chosen.values())), "answers", "replay") as bar:
         return {
             name: replay_answers(
-                picked, target, phase.of("05_export_drafter") / "drafter", dtype=benchmark["dtype"],
-                steps=benchmark["num_speculative_tokens"], on_answer=bar.update,
+                picked,
+                target,
+                phase.of("05_export_drafter") / "drafter",
+                dtype=benchmark["dtype"],
+                steps=benchmark["num_speculative_tokens"],
+                on_answer=bar.update,
             )
             for name, picked in chosen.items()
             if picked
-        }  # fmt: skip
+        }
 
 
 def diagnose_run(
@@ -46,7 +51,10 @@ def diagnose_run(
     benchmark = _metrics(phase, "06_benchmark_serving")
     training = _metrics(phase, "04_train_drafter")
     steps = benchmark["num_speculative_tokens"]
-    compared = {name: compare_counts(answers, steps) for name, answers in replayed.items()}
+    compared = {
+        name: compare_counts(answers, steps, benchmark["dtype"])
+        for name, answers in replayed.items()
+    }
     workload = compared["workload"]
     acceptance, findings = acceptance_verdict(workload, cfg.tolerance, cfg.good_acceptance_length)
     bigram = training["baselines"].get("bigram_workload")

@@ -21,7 +21,8 @@ from eagle3lib.target.model import DTYPES, TargetHead, load_target
 
 @dataclass(frozen=True)
 class ReplayedAnswer:
-    """One answer: what the engine recorded, what the simulator says, and what it could have drafted."""
+    """One answer: what the engine recorded, what the simulator says, and what it could have
+    drafted."""
 
     row: RequestRow
     simulated: Replay
@@ -57,8 +58,9 @@ def replay_answers(
 ) -> list[ReplayedAnswer]:
     """Capture the states of the engine's answers and replay greedy speculation along them.
 
-    ``rows``: requests of one drafter's arm, one repeat, each with the engine's round record; ``dtype``
-    as served. States come one conversation at a time, as in the engine with one request at a time.
+    ``rows``: requests of one drafter's arm, one repeat, each with the engine's round record;
+    ``dtype`` as served. States come one conversation at a time, as in the engine with one request
+    at a time.
     """
     torch.set_num_threads(cores())
     model, head = load_target(target, dtype), TargetHead(target, dtype)
@@ -87,7 +89,7 @@ def replay_answers(
     return out
 
 
-def compare_counts(answers: list[ReplayedAnswer], steps: int) -> dict[str, Any]:
+def compare_counts(answers: list[ReplayedAnswer], steps: int, dtype: str) -> dict[str, Any]:
     """Engine and simulator pooled over the same answers, and how many rounds are equal."""
     engine, simulator = Counts(), Counts()
     compared = equal = cut = 0
@@ -102,6 +104,7 @@ def compare_counts(answers: list[ReplayedAnswer], steps: int) -> dict[str, Any]:
             equal += (theirs == mine) and not is_cut
     return {
         "answers": len(answers),
+        "dtype": dtype,
         "engine": engine.as_dict(),
         "simulator": simulator.as_dict(),
         "rounds_compared": compared,

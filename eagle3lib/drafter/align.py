@@ -1,7 +1,7 @@
 """The alignment, once: which state, which token, which label, at which position, in which step.
 
-The worked row. Tokens x0..x9 of one conversation: the prompt has n = 4 tokens, the answer is x4..x9.
-``h_p`` are the target's states after it has read x_p. At base position p the drafter's
+The worked row. Tokens x0..x9 of one conversation: the prompt has n = 4 tokens, the answer is
+x4..x9. ``h_p`` are the target's states after it has read x_p. At base position p the drafter's
 
     step 0   reads h_p and x[p+1], sits at rotary position p,     and drafts x[p+2]
     step j   reads its own output of step j-1 and the token drafted there (in training and in a
@@ -14,8 +14,8 @@ The worked row. Tokens x0..x9 of one conversation: the prompt has n = 4 tokens, 
       7        h7, x8 -> x9             (x10 does not exist)
 
 x4, the first answer token, comes from the prefill itself: it is never drafted, so the first base
-position is n - 1 = 3. A round at p that accepts a drafts moves to p + a + 1. The teacher of step j at
-p is the target's distribution after x[p+1+j], i.e. from the state at p + 1 + j.
+position is n - 1 = 3. A round at p that accepts a drafts moves to p + a + 1. The teacher of step j
+at p is the target's distribution after x[p+1+j], i.e. from the state at p + 1 + j.
 
 Step 0 attends to the keys of positions 0..p, all made from the target's states; step j attends to
 those and to its own chain's steps 1..j. Checked round by round against vLLM in fp32.
@@ -43,7 +43,8 @@ class Span:
 
 
 def base_span(prompt_tokens: int, total_tokens: int) -> Span:
-    """Base positions of a conversation of ``total_tokens`` whose first ``prompt_tokens`` are prompt."""
+    """Base positions of a conversation of ``total_tokens`` whose first ``prompt_tokens`` are
+    prompt."""
     return Span(first=prompt_tokens - 1, last=total_tokens - 3)
 
 

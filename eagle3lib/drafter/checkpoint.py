@@ -23,7 +23,8 @@ _RENAME = (("layers.0.", "midlayer."),)
 
 
 def drafter_tensors(drafter: Drafter, dtype: torch.dtype, *, embeddings: bool) -> dict[str, Tensor]:
-    """The checkpoint's tensors. Without embeddings an engine uses the target's (SGLang always does)."""
+    """The checkpoint's tensors. Without embeddings an engine uses the target's (SGLang always
+    does)."""
     tensors = {}
     for name, value in drafter.state_dict().items():
         if name.startswith("_rotary") or (name.startswith("embed_tokens") and not embeddings):
@@ -44,7 +45,8 @@ def write_drafter(folder: Path, drafter: Drafter, dtype: torch.dtype) -> None:
 def read_drafter(
     folder: Path, target_config: dict[str, Any], target_embedding: Tensor, dtype: torch.dtype
 ) -> Drafter:
-    """Load a Llama-type drafter; raises ``UserError`` naming what is missing, extra or misshapen."""
+    """Load a Llama-type drafter; raises ``UserError`` naming what is missing, extra or
+    misshapen."""
     config = DrafterConfig.from_folder(folder, target_config["num_hidden_layers"])
     raise_errors(check_drafter_config(config, target_config))
     tensors = _read_weights(folder)

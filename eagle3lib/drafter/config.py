@@ -1,7 +1,7 @@
 """What a drafter is made of, and the layer-id conventions, translated here and nowhere else.
 
-A slot is named by its index into Hugging Face's ``hidden_states``: slot ``i`` is the residual stream
-before layer ``i`` (the output of layer ``i - 1``). With ``n`` layers the default slots are
+A slot is named by its index into Hugging Face's ``hidden_states``: slot ``i`` is the residual
+stream before layer ``i`` (the output of layer ``i - 1``). With ``n`` layers the default slots are
 ``2, n // 2, n - 3`` (EAGLE-3, arXiv 2503.01840, in the form of its code).
 
     n = 30:   slot (HF index, "before layer")   2   15   27
@@ -31,7 +31,8 @@ def default_slots(num_layers: int) -> tuple[int, int, int]:
 
 
 def before_layer_ids(slots: tuple[int, ...]) -> list[int]:
-    """Slots as vLLM, speculators and EAGLE's own code number them: the layer they are read before."""
+    """Slots as vLLM, speculators and EAGLE's own code number them: the layer they are read
+    before."""
     return list(slots)
 
 
@@ -61,7 +62,8 @@ class DrafterConfig:
 
     @classmethod
     def for_target(cls, target_config: dict[str, Any], draft_vocab_size: int) -> DrafterConfig:
-        """One layer in the shape of the target's own (the rotary embedding is copied, never guessed)."""
+        """One layer in the shape of the target's own (the rotary embedding is copied, never
+        guessed)."""
         c = target_config
         head_dim = c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
         return cls(
@@ -114,8 +116,9 @@ class DrafterConfig:
     def as_hf_config(self, dtype: str) -> dict[str, Any]:
         """``config.json`` that vLLM reads at the top level and SGLang in ``eagle_config``.
 
-        vLLM wants the layer a slot is read before, SGLang's Llama and Qwen targets the layer it comes
-        out of (they add one): the same tensors under two numbers, each where its engine looks.
+        vLLM wants the layer a slot is read before, SGLang's Llama and Qwen targets the layer it
+        comes out of (they add one): the same tensors under two numbers, each where its engine
+        looks.
         """
         return {
             "architectures": ["LlamaForCausalLMEagle3"],
@@ -157,7 +160,8 @@ def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_slots(config: dict[str, Any], num_target_layers: int) -> tuple[int, ...]:
-    """Top-level ids are before-layer ids; nested ones alone are output ids; neither: the default."""
+    """Top-level ids are before-layer ids; nested ones alone are output ids; neither: the
+    default."""
     top = config.get("eagle_aux_hidden_state_layer_ids")
     nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     if top:

@@ -143,7 +143,8 @@ class PackedRows:
 
     @classmethod
     def pack(cls, rows: list[Tensor], prompt_tokens: list[int]) -> PackedRows:
-        """``rows``: token ids of each conversation; ``prompt_tokens``: how many of them are prompt."""
+        """``rows``: token ids of each conversation; ``prompt_tokens``: how many of them are
+        prompt."""
         lengths = [len(row) for row in rows]
         starts = [sum(lengths[:i]) for i in range(len(rows))]
         bases = [
@@ -171,7 +172,8 @@ def _table(starts: list[int], counts: list[int]) -> Tensor:
 
 @dataclass(frozen=True)
 class Step:
-    """What one step made: the pre-norm output of every base position, and its draft if asked for."""
+    """What one step made: the pre-norm output of every base position, and its draft if asked
+    for."""
 
     hidden: Float[Tensor, "P H"]
     drafts: Int64[Tensor, " P"] | None  # target ids

@@ -89,7 +89,8 @@ One Llama-type layer over the target's states before layers {list(config.slots)}
     vllm serve TARGET --speculative-config \\
       '{{"method": "eagle3", "model": "THIS_FOLDER", "num_speculative_tokens": 3}}'
 
-It drafts for this very target (fingerprint {target.fingerprint}); another one will reject its drafts.
+It drafts for this very target (fingerprint {target.fingerprint}); another one will reject its
+drafts.
 """
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}"))
 

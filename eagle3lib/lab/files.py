@@ -57,7 +57,8 @@ def read_json(path: Path) -> Any:
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """Rows of a JSONL file that we wrote; a torn last line (killed while writing) is dropped.
 
-    Split on "\\n" alone: ``str.splitlines`` also splits at U+2028 and U+0085, which answers contain.
+    Split on "\\n" alone: ``str.splitlines`` also splits at U+2028 and U+0085, which answers
+    contain.
     """
     if not path.exists():
         return []
@@ -97,7 +98,8 @@ def hash_json(value: Any) -> str:
 
 
 def hash_file(path: Path) -> str:
-    """First 16 hex digits of SHA-256: of the whole file, or of size and both ends if it is large."""
+    """First 16 hex digits of SHA-256: of the whole file, or of size and both ends if it is
+    large."""
     digest = hashlib.sha256()
     size = path.stat().st_size
     with path.open("rb") as file:

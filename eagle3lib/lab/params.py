@@ -32,7 +32,7 @@ class PhaseParams(BaseModel):
     run: str = Field("demo", description="name of the run; its folder is outputs/RUN")
     target: str = Field(
         "smollm2-135m-instruct",
-        description="smollm2-135m-instruct (out of its package), a local folder, or a Hub id",
+        description="smollm2-135m-instruct, a local folder, or a Hub id",
     )
 
     @field_validator("run")
@@ -44,7 +44,8 @@ class PhaseParams(BaseModel):
 
     @classmethod
     def from_notebook(cls, namespace: dict[str, Any]) -> Self:
-        """Read the values of a notebook's ``parameters`` cell (and of what was injected after it)."""
+        """Read the values of a notebook's ``parameters`` cell (and of what was injected after
+        it)."""
         missing = [name for name in cls.model_fields if name not in namespace]
         if missing:
             raise UserError(
@@ -69,7 +70,8 @@ class PhaseParams(BaseModel):
             ) from None
 
     def input_files(self) -> dict[str, Path]:
-        """Parameter name -> path of the input files named by parameters (relative to the repository)."""
+        """Parameter name -> path of the input files named by parameters (relative to the
+        repository)."""
         named = {field: getattr(self, field) for field in self.FILES}
         return {field: resolve(value) for field, value in named.items() if value}
 

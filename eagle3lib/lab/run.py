@@ -15,6 +15,8 @@ are large and can be made again, are deleted instead.
 
 from __future__ import annotations
 
+import html
+import json
 import os
 import shutil
 import time
@@ -45,7 +47,8 @@ def run_folder(run: str) -> Path:
 
 @dataclass
 class Phase:
-    """One phase of one run. Notebooks get it from :func:`begin` and close it with :meth:`finish`."""
+    """One phase of one run. Notebooks get it from :func:`begin` and close it with
+    :meth:`finish`."""
 
     params: PhaseParams
     inputs: dict[str, Any]
@@ -70,14 +73,20 @@ class Phase:
 
     @contextmanager
     def progress(self, total: int, unit: str, what: str, done: int = 0) -> Iterator[Progress]:
-        """A progress bar that also writes ``progress.json`` for ``eagle3 run`` and ``eagle3 status``."""
+        """A progress bar that also writes ``progress.json`` for ``eagle3 run`` and ``eagle3
+        status``."""
         bar = Progress(self.folder / "progress.json", total, unit, what, done)
         try:
             yield bar
         finally:
             bar.close()
 
-    def finish(self, metrics: dict[str, Any], artefacts: Iterable[Path] = ()) -> dict[str, Any]:
+    def note(self, what: str) -> None:
+        """Say what a phase is at where nothing can be counted, e.g. an engine's start."""
+        print(what, flush=True)
+        _write_progress(self.folder / "progress.json", what)
+
+    def finish(self, metrics: dict[str, Any], artefacts: Iterable[Path] = ()) -> Metrics:
         """Write metrics, then the manifest, last. Returns the metrics, to be shown."""
         write_json(self.folder / "metrics.json", metrics)
         files = sorted(artefacts)
@@ -94,7 +103,15 @@ class Phase:
         write_json(self.folder / "manifest.json", manifest)
         (self.folder / "progress.json").unlink(missing_ok=True)
         _write_run_manifest(self.params, self.inputs["target"])
-        return metrics
+        return Metrics(metrics)
+
+
+class Metrics(dict[str, Any]):
+    """What was written to ``metrics.json``; folded in a notebook, so that figures stay in sight."""
+
+    def _repr_html_(self) -> str:
+        text = html.escape(json.dumps(self, indent=1, ensure_ascii=False))
+        return f"<details><summary>metrics.json</summary><pre>{text}</pre></details>"
 
 
 class Progress:
@@ -121,17 +138,19 @@ class Progress:
         elapsed_s = self._written_s - self._started
         rate = (done - self._initial) / elapsed_s if elapsed_s > 0 else 0.0
         left_s = (total - done) / rate if rate > 0 else None
-        write_json(
-            self._path,
-            {
-                "what": self._what,
-                "done": done,
-                "total": total,
-                "unit": self._bar.unit,
-                "per_s": round(rate, 3),
-                "left_s": None if left_s is None else round(left_s, 1),
-            },
-        )
+        left_s = None if left_s is None else round(left_s, 1)
+        _write_progress(self._path, self._what, done, total, self._bar.unit, left_s)
+
+
+def _write_progress(
+    path: Path,
+    what: str,
+    done: float | None = None,
+    total: int | None = None,
+    unit: str = "",
+    left_s: float | None = None,
+) -> None:
+    write_json(path, {"what": what, "done": done, "total": total, "unit": unit, "left_s": left_s})
 
 
 def gather_inputs(params: PhaseParams, target_fingerprint: str) -> dict[str, Any]:

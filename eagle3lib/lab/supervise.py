@@ -7,6 +7,7 @@ Used by :mod:`eagle3lib.lab.child`. Standard library and psutil only, so that it
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -41,18 +42,14 @@ def _wait_for_owner(child: subprocess.Popen[bytes], grace_s: float) -> None:
 
 def _end(child: subprocess.Popen[bytes], grace_s: float) -> None:
     """SIGTERM to the group, a while to tidy up, then SIGKILL to all that is left."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGTERM)
-    except ProcessLookupError:
-        pass
     deadline = time.monotonic() + grace_s
     while time.monotonic() < deadline and _alive():
         time.sleep(0.1)
     for process in _alive():
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-        except psutil.NoSuchProcess:
-            pass
 
 
 def _alive() -> list[psutil.Process]:

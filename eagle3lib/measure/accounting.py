@@ -2,9 +2,9 @@
 
     tokens = requests + rounds + accepted - cut
 
-Each request's first token comes from the prefill, each round gives its accepted drafts and one token
-of the target's own; ``cut`` are accepted drafts beyond the stop token or the length limit of a last
-round, which vLLM counts all the same.
+Each request's first token comes from the prefill, each round gives its accepted drafts and one
+token of the target's own; ``cut`` are accepted drafts beyond the stop token or the length limit of
+a last round, which vLLM counts all the same.
 
     acceptance length    1 + accepted / rounds            (counts the target's own token)
     cost of a round      acceptance length / speed-up     in steps of the same engine without drafts
@@ -12,12 +12,14 @@ round, which vLLM counts all the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from eagle3lib.lab.finding import Finding
+
+MIN_PROMPTS = 5  # below it a bootstrap over prompts says nothing
 
 
 @dataclass
@@ -110,20 +112,22 @@ class PairedTiming:
 
 @dataclass(frozen=True)
 class Speedup:
-    """Pooled, paired speed-up and its 95 % interval over prompts."""
+    """Pooled, paired speed-up and its 95 % interval over prompts; None where prompts are too
+    few."""
 
     plain_tokens_per_s: float
     spec_tokens_per_s: float
     value: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
 
 
 def pooled_speedup(pairs: Sequence[PairedTiming], resamples: int = 2000, seed: int = 0) -> Speedup:
     """Tokens per second of the arms pooled over prompts, and their ratio.
 
     The interval is a bootstrap over prompts (percentiles 2.5 and 97.5): prompts, not requests, are
-    what was sampled; the repeats of one prompt share its acceptance.
+    what was sampled; the repeats of one prompt share its acceptance. Fewer than five prompts give
+    no interval: a resample of one prompt would always be that prompt.
     """
     table = np.array(
         [[p.plain_tokens, p.plain_s, p.spec_tokens, p.spec_s] for p in pairs], dtype=float
@@ -132,21 +136,30 @@ def pooled_speedup(pairs: Sequence[PairedTiming], resamples: int = 2000, seed: i
     def ratio(sums: np.ndarray) -> np.ndarray:
         return (sums[..., 2] / sums[..., 3]) / (sums[..., 0] / sums[..., 1])
 
-    picks = np.random.default_rng(seed).integers(0, len(table), (resamples, len(table)))
-    low, high = np.percentile(ratio(table[picks].sum(1)), [2.5, 97.5])
     total = table.sum(0)
+    low = high = None
+    if len(table) >= MIN_PROMPTS:
+        low, high = _interval(ratio, table, resamples, seed)
     return Speedup(
         plain_tokens_per_s=total[0] / total[1],
         spec_tokens_per_s=total[2] / total[3],
         value=float(ratio(total)),
-        low=float(low),
-        high=float(high),
+        low=low,
+        high=high,
     )
+
+
+def _interval(
+    ratio: Callable[[np.ndarray], np.ndarray], table: np.ndarray, resamples: int, seed: int
+) -> tuple[float, float]:
+    picks = np.random.default_rng(seed).integers(0, len(table), (resamples, len(table)))
+    low, high = np.percentile(ratio(table[picks].sum(1)), [2.5, 97.5])
+    return float(low), float(high)
 
 
 def check_speedup(speedup: Speedup, acceptance_length: float) -> list[Finding]:
     """A round costs at least one plain step, so no speed-up exceeds the acceptance length."""
-    if speedup.low <= acceptance_length:
+    if speedup.low is None or speedup.low <= acceptance_length:
         return []
     return [
         Finding(
@@ -155,8 +168,8 @@ def check_speedup(speedup: Speedup, acceptance_length: float) -> list[Finding]:
             f"the speed-up {speedup.value:.2f} (at least {speedup.low:.2f}) exceeds the acceptance "
             f"length {acceptance_length:.2f}",
             "a verify round costs at least one plain step",
-            "the baseline is crippled or the arms differ in more than the drafter: compare their flags, "
-            "threads and logs, then measure again",
+            "the baseline is crippled or the arms differ in more than the drafter: compare "
+            "their flags, threads and logs, then measure again",
             "06_benchmark_serving",
         )
     ]
@@ -170,8 +183,8 @@ def check_identity(counts: Counts, steps: int) -> list[Finding]:
         Finding(
             "accounting",
             "error",
-            f"tokens {counts.tokens} do not follow from {counts.requests} requests, {counts.rounds} "
-            f"rounds and {counts.accepted} accepted drafts",
+            f"tokens {counts.tokens} do not follow from {counts.requests} requests, "
+            f"{counts.rounds} rounds and {counts.accepted} accepted drafts",
             "tokens = requests + rounds + accepted - cut, with cut from 0 to K a request",
             "counters are cumulative or of another server: take differences on one server",
             "06_benchmark_serving",

@@ -50,7 +50,8 @@ class RequestRow:
 
 
 def arms_of(cfg: BenchmarkParams, own: Path) -> dict[str, Path | None]:
-    """Arms in their fixed order: engine alone, then a known-good drafter if one is named, then ours."""
+    """Arms in their fixed order: engine alone, then a known-good drafter if one is named, then
+    ours."""
     arms: dict[str, Path | None] = {PLAIN: None}
     if cfg.reference_drafter:
         folder = resolve(cfg.reference_drafter)
@@ -73,7 +74,8 @@ def benchmark_prompts(phase: Phase, cfg: BenchmarkParams) -> list[AnswerRow]:
         found = [r for r in rows if (r.set, r.split) == (name, "heldout")]
         if len(found) < count:
             raise UserError(
-                f"{count} held-out prompts of the {name} set are asked for, {len(found)} were answered",
+                f"{count} held-out prompts of the {name} set are asked for, "
+                f"{len(found)} were answered",
                 where=phase.of("01_generate_data"),
                 next=f"raise heldout_{name} of phase 01, or lower {name}_prompts",
             )
@@ -140,7 +142,7 @@ def _start(
             threads=threads,
         )
         log = phase.log_file(f"vllm-{arm.replace(' ', '-')}")
-        server = stack.enter_context(VllmServer(engine, log=log))
+        server = stack.enter_context(VllmServer(engine, log=log, say=phase.note))
         clients[arm] = Client(server.url)
     for client in clients.values():
         for text in ("Hello!", "Count to twenty."):
@@ -169,7 +171,8 @@ def _ask(
 def _add_counters(
     path: Path, before: dict[str, dict[str, float]], clients: dict[str, Client]
 ) -> None:
-    """Differences of the engines' own counters, summed over the pieces of an interrupted benchmark."""
+    """Differences of the engines' own counters, summed over the pieces of an interrupted
+    benchmark."""
     summed = read_json(path) if path.exists() else {}
     for arm, client in clients.items():
         mine = summed.setdefault(arm, {})

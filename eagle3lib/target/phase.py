@@ -40,8 +40,9 @@ def capture_answers(
 
 
 def agreement_table(store: StateStore, target: Target, most_rows: int = 60) -> pd.DataFrame:
-    """How often lm_head(norm(state)) gives the next served token: for the pre-norm last state, which
-    must be near 100 % on greedy answers, and for two wrong states that a bug would store instead."""
+    """How often lm_head(norm(state)) gives the next served token: for the pre-norm last state,
+    which must be near 100 % on greedy answers, and for two wrong states that a bug would store
+    instead."""
     head = TargetHead(target)
     kinds = {
         "last, pre-norm (stored)": [0, 0],
@@ -68,7 +69,8 @@ def _spread(items: list[Any], most: int) -> list[Any]:
 
 
 def check_teacher(share: float, floor: float, *, greedy: bool) -> list[Finding]:
-    """The stored states must say what the target said; sampled answers may differ from its greedy."""
+    """The stored states must say what the target said; sampled answers may differ from its
+    greedy."""
     if share >= floor or not greedy:
         return []
     return [

@@ -2,10 +2,11 @@
 
     states/shard-00000.safetensors   hidden_states [N, S + 1, H], token_ids [N]
     states/index.json                convention, slots, dtype, target, and for each conversation:
-                                     id, set, split, shard, start, tokens, prompt_tokens, mean_square
+                                     id, set, split, shard, start, tokens, prompt_tokens,
+                                     mean_square
 
-The last of the S + 1 states is ``last``, the pre-norm input of the target's final norm. Slots are HF
-``hidden_states`` indices (the state before that layer). The index is written last.
+The last of the S + 1 states is ``last``, the pre-norm input of the target's final norm. Slots are
+HF ``hidden_states`` indices (the state before that layer). The index is written last.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class StateRow:
 
 
 class StateStore:
-    """Random access to captured states. Files are memory-mapped; nothing is read before it is used."""
+    """Random access to captured states. Files are memory-mapped; nothing is read before it is
+    used."""
 
     def __init__(self, folder: Path):
         path = folder / "index.json"

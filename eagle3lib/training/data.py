@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass
 
@@ -24,7 +25,8 @@ class Batch:
 
 
 def trainable(entries: list[StateEntry]) -> tuple[list[StateEntry], int]:
-    """Conversations with at least one base position, and how many have none (answers of one token)."""
+    """Conversations with at least one base position, and how many have none (answers of one
+    token)."""
     usable = [e for e in entries if base_span(e.prompt_tokens, e.tokens).count > 0]
     return usable, len(entries) - len(usable)
 
@@ -38,16 +40,17 @@ def epoch_batches(
     rank: int = 0,
     world: int = 1,
 ) -> list[list[StateEntry]]:
-    """The epoch's batches of one rank: shuffled by (seed, epoch), each conversation once over all ranks.
+    """The epoch's batches of one rank: shuffled by (seed, epoch), each conversation once over all
+    ranks.
 
-    Every rank gets the same number of batches, so that collectives match; with several ranks the last
-    ones may be empty.
+    Every rank gets the same number of batches, so that collectives match; with several ranks the
+    last ones may be empty.
     """
     order = list(entries)
     random.Random(f"{seed}/{epoch}").shuffle(order)
     mine = order[rank::world]
     batches = [mine[i : i + batch_rows] for i in range(0, len(mine), batch_rows)]
-    most = -(-(-(-len(order) // world)) // batch_rows)
+    most = math.ceil(math.ceil(len(order) / world) / batch_rows)
     return batches + [[] for _ in range(most - len(batches))]
 
 

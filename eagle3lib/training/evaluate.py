@@ -1,4 +1,5 @@
-"""Evaluation by what counts: the greedy simulator on held-out answers, beside what no drafter knows.
+"""Evaluation by what counts: the greedy simulator on held-out answers, beside what no drafter
+knows.
 
 The baselines see no hidden state: "unigram" always proposes the commonest training token, "bigram"
 the commonest follower of the token before. A drafter that does not beat them has learnt no context.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -44,7 +46,7 @@ class NgramBaseline:
         followers: dict[int, Counter[int]] = defaultdict(Counter)
         for ids in answers:
             unigrams.update(ids)
-            for before, after in zip(ids, ids[1:], strict=False):
+            for before, after in pairwise(ids):
                 followers[before][after] += 1
         self.commonest = unigrams.most_common(1)[0][0] if unigrams else -1
         self._next = {token: counts.most_common(1)[0][0] for token, counts in followers.items()}

@@ -42,12 +42,13 @@ def upstream_phase(phase: Phase, name: str) -> Phase:
 
 
 def run_training(
-    phase: Phase, cfg: TrainParams, watch: Callable[[Rows], None] = lambda rows: None
+    phase: Phase, cfg: TrainParams, watch: Callable[..., None] = lambda rows, last=False: None
 ) -> Rows:
     """Train by ``torchrun -m eagle3lib.training`` and return all rows of ``metrics.jsonl``.
 
-    ``watch`` is given the rows so far whenever there are new ones. A run that was interrupted
-    continues from its last checkpoint. Raises ``UserError`` with the end of the log when it fails.
+    ``watch(rows)`` is called whenever there are new rows, ``watch(rows, last=True)`` at the end. A
+    run that was interrupted continues from its last checkpoint. Raises ``UserError`` with the end
+    of the log when it fails.
     """
     folders = job_folders(phase)
     threads = max(1, free_cores() // cfg.processes)
@@ -93,12 +94,13 @@ def run_training(
                 next="mend it and run the phase again: it continues from its checkpoint",
             )
     rows = _read_growing(folders)
-    watch(rows)
+    watch(rows, last=True)
     return rows
 
 
 def _read_growing(folders: Folders) -> Rows:
-    """Whole lines of the metrics that another process is appending to (never truncate them here)."""
+    """Whole lines of the metrics that another process is appending to (never truncate them
+    here)."""
     if not folders.metrics.exists():
         return []
     text = folders.metrics.read_text(encoding="utf-8")

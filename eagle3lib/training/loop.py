@@ -4,8 +4,8 @@
     checkpoints/best/   weights with the best acceptance length on held-out answers of the workload
     metrics.jsonl       one line an update and one an evaluation
 
-The order of rows depends on (seed, epoch) alone and checkpoints fall on epoch ends, so a run that was
-killed repeats at most ``checkpoint_every`` epochs and then continues on the same curve.
+The order of rows depends on (seed, epoch) alone and checkpoints fall on epoch ends, so a run that
+was killed repeats at most ``checkpoint_every`` epochs and then continues on the same curve.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ class Trainer:
         self.step, self.epoch, self.best_length, self.seconds = 0, 0, 0.0, 0.0
 
     def _teacher_tokens(self) -> dict[str, Tensor]:
-        """The target's greedy next token after each state of every training conversation, made once:
-        the full head over every epoch would cost more than the drafter's own."""
+        """The target's greedy next token after each state of every training conversation, made
+        once: the full head over every epoch would cost more than the drafter's own."""
         tokens = {}
         for row in self.store.rows(self.train_rows):
             start = row.entry.prompt_tokens - 1
@@ -227,7 +227,7 @@ class Trainer:
 
     def _over_ranks(self, own: StepCounts) -> StepCounts:
         positions, inside, right, loss_sum = self._sum_over_ranks(
-            [own.positions, own.inside, own.right, own.loss_sum]
+            [float(n) for n in (own.positions, own.inside, own.right, own.loss_sum)]
         )
         return StepCounts(int(positions), int(inside), int(right), loss_sum)
 

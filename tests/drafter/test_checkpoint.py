@@ -155,10 +155,10 @@ def test_truncated_weights_are_named(folder, read, keep):
 
 def test_missing_files_are_named(folder, read):
     (folder / "model.safetensors").unlink()
-    with pytest.raises(UserError, match="model.safetensors"):
+    with pytest.raises(UserError, match=r"model\.safetensors"):
         read(folder)
     (folder / "config.json").unlink()
-    with pytest.raises(UserError, match="config.json"):
+    with pytest.raises(UserError, match=r"config\.json"):
         read(folder)
 
 

@@ -26,7 +26,7 @@ def play(answer, steps, propose):
 
 
 def from_scratch(drafter, conversation, steps):
-    """Rounds of one conversation; each round knows only the tokens and states that exist by then."""
+    """Rounds of one conversation; each knows only the tokens and states that exist by then."""
     n, answer = conversation.prompt_tokens, conversation.token_ids[conversation.prompt_tokens :]
 
     def propose(done):

@@ -50,6 +50,15 @@ def test_the_new_content_is_not_seen_under_the_name_before_it_is_whole(tmp_path)
     assert path.read_text() == "whole"
 
 
+def test_who_reads_while_a_file_is_replaced_reads_the_old_one_to_its_end(tmp_path):
+    path = tmp_path / "a.txt"
+    write_text(path, "old")
+    with path.open() as reader:
+        write_text(path, "new and longer")
+        assert reader.read() == "old"
+    assert path.read_text() == "new and longer"
+
+
 def test_json_that_other_languages_cannot_read_is_not_written(tmp_path):
     path = tmp_path / "a.json"
     write_json(path, {"loss": 1.0})

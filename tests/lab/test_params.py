@@ -20,7 +20,7 @@ def refused(model, **values):
     assert "profile.yaml" in text and model.PHASE in text
     assert "validation error" not in text and "pydantic" not in text
     # `from None`: the notebook's reader must not see pydantic's error above ours.
-    assert caught.value.__suppress_context__
+    assert caught.value.__suppress_context__ and caught.value.__cause__ is None
     return text
 
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -77,7 +78,7 @@ def test_length_batches(seed):
         assert len(batch) == 1 or len(batch) * max(lengths[i] for i in batch) <= budget
     # Neighbours in length, and no batch that the next row would still have fitted into.
     assert [lengths[i] for batch in batches for i in batch] == sorted(lengths)
-    for batch, following in zip(batches, batches[1:], strict=False):
+    for batch, following in pairwise(batches):
         assert (len(batch) + 1) * lengths[following[0]] > budget
 
 

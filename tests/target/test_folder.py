@@ -187,5 +187,5 @@ def test_missing_tensor_is_named(folder):
     tensors = load_file(folder / WEIGHTS)
     del tensors["lm_head.weight"]
     save_file(tensors, folder / WEIGHTS)
-    with pytest.raises(UserError, match="lm_head.weight"):
+    with pytest.raises(UserError, match=r"lm_head\.weight"):
         TargetHead(open_target(str(folder)))

@@ -132,7 +132,6 @@ def test_killed_and_resumed_is_uninterrupted(
         file.write('{"kind": "train", "upd')  # killed while writing
     again = Trainer(cfg, tiny_target, where)
     again.run()
-    checkpointed = dies_at // 2 // checkpoint_every * checkpoint_every
     assert again.step == 8
     assert len(rows_of(where, "train")) == 8
     assert without_times(rows_of(where)) == without_times(rows_of(whole))
@@ -141,7 +140,6 @@ def test_killed_and_resumed_is_uninterrupted(
             assert torch.equal(weights(where, which)[name], tensor), name
         states = [read_json(getattr(f, which) / "state.json") for f in (where, whole)]
         assert without_times(states)[0] == without_times(states)[1]
-    assert checkpointed in (0, 2), "the cases should start from different places"
 
 
 def test_finished_training_is_not_trained_again(train, params, tiny_target):
@@ -170,7 +168,7 @@ def test_best_checkpoint_has_the_best_acceptance(train):
 
 def test_metrics_tell_what_was_trained_on(train, tiny_rows):
     """Rows without a base position are skipped and counted; so are the answers' tokens."""
-    evaluation, *updates = [r for r in rows_of(train(epochs=1)) if r["update"] in (0, 1, 2)][:3]
+    evaluation, *updates = rows_of(train(epochs=1))[:3]
     used = [r for r in tiny_rows if r.split == "train" and len(r.answer_token_ids) > 1]
     answers = [len(r.answer_token_ids) for r in used]
     assert (len(used), evaluation["skipped_rows"]) == (8, 1)
@@ -316,7 +314,7 @@ def test_nan_in_a_shard_is_named(params, folders, tiny_target, tiny_states, tmp_
 
 def test_states_of_another_target_are_refused(params, folders, tiny_target):
     other = dataclasses.replace(tiny_target, fingerprint="0123456789abcdef")
-    with pytest.raises(UserError, match="(?s)another target.*0123456789abcdef"):
+    with pytest.raises(UserError, match=r"(?s)another target.*0123456789abcdef"):
         Trainer(params(), other, folders())
 
 
