@@ -41,7 +41,7 @@ lint: setup ## ruff over code and notebooks, notebooks stripped, parameter cells
 	@$(BIN)/eagle3 notebooks --check
 
 nb: setup ## Run every notebook under nbval with the tiny profile
-	@$(BIN)/python -m pytest tests/notebooks -m notebooks
+	@$(BIN)/python -m pytest tests/notebooks
 
 lab: setup ## Open JupyterLab in this environment
 	@cd notebooks && ../$(BIN)/jupyter lab

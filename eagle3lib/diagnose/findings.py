@@ -80,7 +80,7 @@ def _parity(compared: dict[str, Any], tolerance: float) -> list[Finding]:
                 f"the engine's acceptance length is {difference:+.1%} away from the simulator's",
                 evidence,
                 "serving is at fault: compare the layer ids that the engine reads, its prefix "
-                "cache, graphs, parallelism and dtype with the export; serve once with dtype=float32",
+                "cache, graphs, parallelism and dtype with the export; serve once in float32",
                 "06_benchmark_serving",
             )
         ]

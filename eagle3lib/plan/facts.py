@@ -29,7 +29,7 @@ def target_facts(target: Target) -> dict[str, Any]:
         "architecture": (c.get("architectures") or ["unknown"])[0],
         "layers": target.num_layers,
         "hidden_size": target.hidden_size,
-        "attention": f"{c['num_attention_heads']} heads of {head_dim}, {kv_heads} for keys and values",
+        "attention": f"{c['num_attention_heads']} heads of {head_dim}, {kv_heads} with own keys",
         "vocab_size": target.vocab_size,
         "context": c.get("max_position_embeddings"),
         "tied_embeddings": bool(c.get("tie_word_embeddings")),

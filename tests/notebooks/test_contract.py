@@ -1,0 +1,71 @@
+"""What every notebook keeps to, so that papermill, nbval, JupyterLab and git can all work with
+it."""
+
+from __future__ import annotations
+
+import re
+
+import nbformat
+import pytest
+
+from eagle3lib.lab.notebooks import NOTEBOOKS, parameter_cell, write_parameter_cells
+from eagle3lib.lab.params import PHASES
+
+FILES = sorted(NOTEBOOKS.glob("*.ipynb"))
+FORBIDDEN = re.compile(
+    r"^\s*(def |class |%|!|sys\.exit|os\.chdir)|pip install|pio\.renderers", re.MULTILINE
+)
+
+
+def code_cells(path):
+    return [c for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code"]
+
+
+def test_there_is_one_notebook_a_phase():
+    assert [f.stem for f in FILES] == list(PHASES)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_stripped_and_on_the_common_kernel(path):
+    notebook = nbformat.read(path, as_version=4)
+    assert notebook.metadata.kernelspec.name == "python3"
+    for cell in code_cells(path):
+        assert cell.outputs == []
+        assert cell.execution_count is None
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_one_parameters_cell_equal_to_the_model(path):
+    cells = [c for c in code_cells(path) if "parameters" in c.metadata.get("tags", [])]
+    assert len(cells) == 1
+    assert cells[0].source == parameter_cell(PHASES[path.stem])
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_papermill_finds_every_parameter(path):
+    """Papermill reads parameters with a line regex that loses unions, '=' and '#' in the help."""
+    from papermill.inspection import inspect_notebook
+
+    found = inspect_notebook(str(path))
+    assert set(found) == set(PHASES[path.stem].model_fields)
+    for name, info in found.items():
+        assert info["help"] == PHASES[path.stem].model_fields[name].description
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_cells_are_few_short_and_call_the_library(path):
+    cells = code_cells(path)
+    assert len(cells) <= 12
+    for cell in cells:
+        if "parameters" in cell.metadata.get("tags", []):
+            continue
+        assert not FORBIDDEN.search(cell.source), cell.source
+        body = [
+            line for line in cell.source.split("\n") if not line.startswith(("from ", "import "))
+        ]
+        assert len(body) <= 12, cell.source
+    assert any("assert " in c.source for c in cells), "a notebook checks what it made"
+
+
+def test_parameter_cells_are_written_from_the_models():
+    assert write_parameter_cells(check_only=True) == []
