@@ -40,6 +40,10 @@ class AnswerRow:
     looping: bool
 
     @property
+    def usable_tokens(self) -> int:
+        return 0 if self.looping else len(self.answer_token_ids)
+
+    @property
     def trained(self) -> bool:
         """Looping answers are kept, counted, and not trained on: they teach repetition alone."""
         return self.split == "train" and not self.looping
@@ -79,14 +83,15 @@ def generate_answers(
     """Answer ``prompts`` in their order, ``concurrency`` at once; returns all answers of the
     folder.
 
-    ``want_tokens``: stop asking once the answers to these prompts hold so many tokens (0: answer
-    all). Raises ``UserError`` when the server is gone, or when too large a share is refused.
+    ``want_tokens``: stop asking once the usable answers to these prompts hold so many tokens (0:
+    answer all). Raises ``UserError`` when the server is gone, or when too large a share is
+    refused.
     """
     folder.mkdir(parents=True, exist_ok=True)
     done = {row.id: row for row in read_answers(folder)}
     refused = {row["id"] for row in read_rejects(folder)}
     wanted = list(prompts)
-    tokens = sum(len(done[p.id].answer_token_ids) for p in wanted if p.id in done)
+    tokens = sum(done[p.id].usable_tokens for p in wanted if p.id in done)
     todo = iter([p for p in wanted if p.id not in done and p.id not in refused])
     model = client.model()
     with (
@@ -116,7 +121,7 @@ def generate_answers(
                         continue
                     _append(answers, asdict(row))
                     done[row.id] = row
-                    tokens += len(row.answer_token_ids)
+                    tokens += row.usable_tokens
                     on_answer(row)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -134,7 +139,7 @@ def _ask(prompt: Prompt, client: Client, model: str, sampling: Sampling) -> Answ
             seed=int(prompt.id[:8], 16) % 2**31,
         )
     except openai.BadRequestError as error:  # too long for the context, most often
-        return Reject(prompt.set, f"refused by the server: {_short(error)}", prompt.id)
+        return Reject(prompt.set, "refused by the server", prompt.id, _short(error))
     except openai.OpenAIError as error:
         raise UserError(
             f"the server at {client.url} failed: {_short(error)}",
@@ -172,10 +177,12 @@ def _check_share(
     """Raise when too many were refused, of at least ``least``: a few say nothing of a share."""
     asked = refused + answered
     if asked >= least and refused > limit * asked:
-        reasons = Counter(row["reason"] for row in read_rejects(folder)).most_common(3)
+        rows = read_rejects(folder)
+        reasons = Counter(row["reason"] for row in rows).most_common(3)
         raise UserError(
             f"{refused} of {asked} prompts were refused: "
-            + "; ".join(f"{n} x {r}" for r, n in reasons),
+            + "; ".join(f"{n} x {r}" for r, n in reasons)
+            + (f"; the last: {rows[-1]['detail']}" if rows[-1]["detail"] else ""),
             expected=f"at most {limit:.0%} (parameter max_reject_share)",
             where=folder / "rejects.jsonl",
         )

@@ -95,7 +95,7 @@ def answer_all(phase: Phase, cfg: GenerateParams, sets: PromptSets, target: Path
                 **limits,
                 on_answer=lambda row: bar.update(1),
             )
-        trained = sum(len(r.answer_token_ids) for r in before if r.split == "train")
+        trained = sum(r.usable_tokens for r in before if r.split == "train")
         with phase.progress(cfg.answer_tokens, "tokens", "training answers", trained) as bar:
             generate_answers(
                 sets.train,
@@ -104,7 +104,7 @@ def answer_all(phase: Phase, cfg: GenerateParams, sets: PromptSets, target: Path
                 sampling,
                 **limits,
                 want_tokens=cfg.answer_tokens,
-                on_answer=lambda row: bar.update(len(row.answer_token_ids)),
+                on_answer=lambda row: bar.update(row.usable_tokens),
             )
     rows = read_answers(phase.folder)
     made = sum(len(r.answer_token_ids) for r in rows) - sum(len(r.answer_token_ids) for r in before)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,10 @@ class Reject:
     where: str
     reason: str
     id: str = ""
+    detail: str = ""  # apart from the reason, so that reasons can be counted
 
     def as_dict(self) -> dict[str, str]:
-        return {"where": self.where, "reason": self.reason, "id": self.id}
+        return asdict(self)
 
 
 def prompt_id(messages: list[dict[str, Any]]) -> str:

@@ -56,6 +56,8 @@ class Client:
                 expected="an OpenAI-compatible server",
                 next="check the address, or leave parameter 'server' empty to start one",
             ) from None
+        if not served:
+            raise UserError(f"the server at {self.url} serves no model")
         return SERVED_NAME if SERVED_NAME in served else served[0]
 
     def chat(

@@ -5,6 +5,7 @@ Cost: about 30 s from launch to ready for SmolLM2 on two cores without compilati
 
 from __future__ import annotations
 
+import http.client
 import importlib.util
 import json
 import os
@@ -176,9 +177,9 @@ def free_port(wanted: int = 0) -> int:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", wanted))
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             raise UserError(
-                f"port {wanted} can't be used: {error.strerror}",
+                f"port {wanted} can't be used: {error}",
                 expected="a free port on 127.0.0.1",
                 next="choose port 0 (any), or stop the process that holds it: ss -ltnp",
             ) from None
@@ -246,7 +247,7 @@ def _healthy(url: str) -> bool:
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=2) as answer:
             return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError):
+    except (urllib.error.URLError, http.client.HTTPException, OSError):
         return False
 
 

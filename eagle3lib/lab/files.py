@@ -64,7 +64,12 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
         return []
     lines = path.read_bytes().split(b"\n")
     torn = lines.pop()  # empty when the file ends with a newline, as a whole one does
-    rows = [json.loads(line) for line in lines if line.strip()]
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows += [json.loads(line)] if line.strip() else []
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise UserError(f"line {number} is not JSON: {error}", where=path) from None
     if torn:
         with path.open("r+b") as file:
             file.truncate(path.stat().st_size - len(torn))

@@ -28,6 +28,8 @@ class PhaseParams(BaseModel):
     PHASE: ClassVar[str] = ""
     UPSTREAM: ClassVar[tuple[str, ...]] = ()
     FILES: ClassVar[tuple[str, ...]] = ()  # fields that name input files
+    FREE: ClassVar[tuple[str, ...]] = ()  # fields that don't decide the result: no rerun
+    GROWING: ClassVar[tuple[str, ...]] = ()  # more of it continues what is there
 
     run: str = Field("demo", description="name of the run; its folder is outputs/RUN")
     target: str = Field(
@@ -103,6 +105,8 @@ class PlanParams(PhaseParams):
 
 class GenerateParams(PhaseParams):
     PHASE: ClassVar[str] = "01_generate_data"
+    FREE: ClassVar[tuple[str, ...]] = ("server", "concurrency", "max_reject_share")
+    GROWING: ClassVar[tuple[str, ...]] = ("answer_tokens", "heldout_workload", "heldout_general")
     FILES: ClassVar[tuple[str, ...]] = ("workload", "general")
 
     workload: str = Field(
@@ -129,6 +133,7 @@ class GenerateParams(PhaseParams):
 
 class CaptureParams(PhaseParams):
     PHASE: ClassVar[str] = "02_capture_hidden_states"
+    FREE: ClassVar[tuple[str, ...]] = ("batch_tokens", "min_teacher_agreement")
     UPSTREAM: ClassVar[tuple[str, ...]] = ("01_generate_data",)
 
     dtype: Dtype = Field(
@@ -173,6 +178,7 @@ class TrainParams(PhaseParams):
 
 class ExportParams(PhaseParams):
     PHASE: ClassVar[str] = "05_export_drafter"
+    FREE: ClassVar[tuple[str, ...]] = ("max_logit_difference",)
     UPSTREAM: ClassVar[tuple[str, ...]] = ("04_train_drafter",)
 
     dtype: Dtype = Field("bfloat16", description="bfloat16 or float32, of the exported weights")
@@ -183,6 +189,7 @@ class ExportParams(PhaseParams):
 
 class BenchmarkParams(PhaseParams):
     PHASE: ClassVar[str] = "06_benchmark_serving"
+    GROWING: ClassVar[tuple[str, ...]] = ("workload_prompts", "general_prompts", "repeats")
     UPSTREAM: ClassVar[tuple[str, ...]] = ("01_generate_data", "05_export_drafter")
 
     num_speculative_tokens: int = Field(3, ge=1, le=16, description="K, drafted tokens per round")

@@ -27,6 +27,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 
 from eagle3lib.lab.errors import UserError
@@ -53,6 +54,7 @@ class Phase:
     params: PhaseParams
     inputs: dict[str, Any]
     started_s: float = field(default_factory=time.time)
+    lock: FileLock | None = None
 
     @property
     def name(self) -> str:
@@ -175,7 +177,7 @@ def gather_inputs(params: PhaseParams, target_fingerprint: str) -> dict[str, Any
         files[field_name] = hash_file(path)
     return {
         "target": target_fingerprint,
-        "params": params.model_dump(mode="json", exclude={"run"}),
+        "params": params.model_dump(mode="json", exclude={"run", *params.FREE}),
         "upstream": upstream,
         "files": files,
         "notebook": notebook_hash(params.PHASE),
@@ -200,7 +202,8 @@ def phase_state(params: PhaseParams, inputs: dict[str, Any]) -> tuple[State, str
         return "new", "never run"
     recorded = read_json(folder / "inputs.json")
     if recorded != inputs:
-        return "stale", _explain_difference(recorded, inputs)
+        reason = _explain_difference(recorded, inputs)
+        return "resume" if _only_grew(params, recorded, inputs) else "stale", reason
     if not (folder / "manifest.json").exists():
         return "resume", "was interrupted"
     for name, size in read_json(folder / "manifest.json")["artefacts"].items():
@@ -210,12 +213,24 @@ def phase_state(params: PhaseParams, inputs: dict[str, Any]) -> tuple[State, str
     return "done", "done and unchanged"
 
 
+def _only_grew(params: PhaseParams, old: dict[str, Any], new: dict[str, Any]) -> bool:
+    """Whether all that changed is more of something whose parts are kept: more answers, repeats."""
+    same = {k: v for k, v in new.items() if k != "params"} == {
+        k: v for k, v in old.items() if k != "params"
+    }
+    changed = [k for k in new["params"] if old["params"].get(k) != new["params"][k]]
+    return same and all(
+        k in params.GROWING and new["params"][k] > old["params"].get(k, 0) for k in changed
+    )
+
+
 def begin(params: PhaseParams, target_fingerprint: str) -> Phase:
     """Open a phase: bind the run to the target, set a stale folder aside, or resume.
 
     Raises ``UserError`` when the run folder belongs to another target; nothing is touched then.
     """
     check_run_target(params, target_fingerprint)
+    lock = _lock(params)
     inputs = gather_inputs(params, target_fingerprint)
     state, _ = phase_state(params, inputs)
     folder = run_folder(params.run) / params.PHASE
@@ -225,7 +240,23 @@ def begin(params: PhaseParams, target_fingerprint: str) -> Phase:
     write_json(folder / "inputs.json", inputs)
     (folder / "manifest.json").unlink(missing_ok=True)
     _write_run_manifest(params, target_fingerprint)
-    return Phase(params=params, inputs=inputs)
+    return Phase(params=params, inputs=inputs, lock=lock)
+
+
+def _lock(params: PhaseParams) -> FileLock:
+    """Held as long as the phase object lives: two kernels must not write the same artefacts."""
+    path = run_folder(params.run) / f".{params.PHASE}.lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path, is_singleton=True)  # the same notebook may begin again
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise UserError(
+            f"{params.PHASE} of run {params.run!r} is running in another process",
+            where=path,
+            next="wait for it (eagle3 status), or choose another run name",
+        ) from None
+    return lock
 
 
 def check_run_target(params: PhaseParams, target_fingerprint: str) -> None:

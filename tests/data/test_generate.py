@@ -192,7 +192,7 @@ def test_a_request_that_keeps_failing_is_a_user_error_with_the_servers_words(ask
 def test_a_refused_prompt_is_counted_with_its_reason_and_not_asked_again(ask, server, tmp_path):
     texts = ["bad 1", "question 1", "mute 1"]
     assert texts_of(ask(texts)) == ["question 1"]
-    rejects = {row["id"]: row["reason"] for row in read_rejects(tmp_path / "run")}
+    rejects = {row["id"]: row["reason"] + row["detail"] for row in read_rejects(tmp_path / "run")}
     bad, _, mute = prompts_of(texts)
     assert set(rejects) == {bad.id, mute.id}
     assert "too long for the context" in rejects[bad.id] and rejects[mute.id] == "empty answer"

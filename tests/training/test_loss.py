@@ -8,13 +8,14 @@ import torch
 from eagle3lib.drafter.model import PackedRows, unroll
 from eagle3lib.training.loss import make_teacher, step_loss
 
-STEPS = 4
-LENGTHS, PROMPTS = [10, 13, 7], [4, 3, 5]
+STEPS = 5
+# The last prompt is so short that a step beyond the end of the row before lands on its answer.
+LENGTHS, PROMPTS = [10, 13, 7, 8], [4, 3, 5, 1]
 
 
 @pytest.fixture(scope="module")
 def batch(random_drafter):
-    """A drafter that holds 110 of 300 ids, three conversations, and a target's head [V, H]."""
+    """A drafter that holds 110 of 300 ids, four conversations, and a target's head [V, H]."""
     drafter = random_drafter(30, draft_vocab_size=110)
     generator = torch.Generator().manual_seed(7)
     rows = PackedRows.pack(
@@ -109,8 +110,8 @@ def test_steps_beyond_every_answer_have_no_loss(random_drafter):
     normed, head = torch.randn(13, 64), torch.randn(300, 64)
     batch = (drafter, rows, made, normed, head)
     found = losses(batch)
-    assert [counts.positions for _, counts in found] == [3, 1, 0, 0]
-    assert [float(loss) for loss, _ in found[2:]] == [0.0, 0.0]
+    assert [counts.positions for _, counts in found] == [3, 1, 0, 0, 0]
+    assert [float(loss) for loss, _ in found[2:]] == [0.0, 0.0, 0.0]
 
 
 def test_teacher_outside_the_draft_vocabulary_carries_no_loss(batch):
