@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import click
 import typer
 
 from eagle3lib.lab.errors import UserError
@@ -40,7 +39,11 @@ def run(
 
     phases, overrides = parse_arguments(words or [])
     params = load_profile(profile, phases, overrides)
-    run_profile(params, phases or list(PHASES), force=force)
+    try:
+        run_profile(params, phases or list(PHASES), force=force)
+    except KeyboardInterrupt:
+        print("\neagle3: interrupted; run the same command again to continue", file=sys.stderr)
+        raise typer.Exit(130) from None
 
 
 @app.command()
@@ -103,20 +106,13 @@ def main() -> None:
     # The kernel's notice that its ports are not encrypted: harmless on loopback.
     logging.getLogger("traitlets").setLevel(logging.ERROR)
     try:
-        code = app(standalone_mode=False)
-        sys.exit(code if isinstance(code, int) else 0)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(2)
+        app()
     except UserError as error:
         print(f"eagle3: {error}", file=sys.stderr)
         sys.exit(2)
     except NotebookError as error:
         print(f"eagle3: {error}", file=sys.stderr)
         sys.exit(1)
-    except (KeyboardInterrupt, click.Abort):
-        print("\neagle3: interrupted; run the same command again to continue", file=sys.stderr)
-        sys.exit(130)
 
 
 if __name__ == "__main__":

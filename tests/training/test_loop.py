@@ -98,6 +98,17 @@ def test_first_loss_is_that_of_knowing_nothing(params, folders, tiny_target):
     assert found["bfloat16"] != found["float32"]
 
 
+def test_step_weight_counts_each_step_less_than_the_one_before(train):
+    """With a weight of nearly zero only the first step teaches; with 1 all steps do alike."""
+
+    def first_norm(name, **changes):
+        return rows_of(train(name, epochs=1, **changes), "train")[0]["grad_norm"]
+
+    alone = first_norm("alone", steps=1)
+    assert first_norm("nearly", steps=3, step_weight=1e-7) == pytest.approx(alone, rel=1e-4)
+    assert first_norm("all", steps=3, step_weight=1.0) != pytest.approx(alone, rel=0.01)
+
+
 class Killed(Exception):
     pass
 
@@ -160,7 +171,7 @@ def test_seed_decides(train):
 class JudgedTrainer(MortalTrainer):
     """Its acceptance length at the end of each epoch is written beforehand."""
 
-    lengths = (1.9, 1.2, 1.6, 1.4, 1.6, 1.1)  # the first: before training, no candidate
+    lengths = (1.9, 1.2, 1.6, 1.4, 1.5, 1.6, 1.1)  # the first: before training, no candidate
 
     def _evaluation(self):
         row = super()._evaluation()
@@ -170,7 +181,7 @@ class JudgedTrainer(MortalTrainer):
 
 def test_best_checkpoint_has_the_best_acceptance(params, folders, tiny_target):
     """Also when the run died after it: the next one starts from ``last``, but knows the best."""
-    where, cfg = folders(), params(epochs=5)
+    where, cfg = folders(), params(epochs=6)
     trainer = JudgedTrainer(cfg, tiny_target, where)
     trainer.dies_at = 7  # within the fourth epoch
     with pytest.raises(Killed):
@@ -178,15 +189,15 @@ def test_best_checkpoint_has_the_best_acceptance(params, folders, tiny_target):
     assert read_json(where.best / "state.json")["epoch"] == 2
     assert read_json(where.last / "state.json")["epoch"] == 3
     trainer = JudgedTrainer(cfg, tiny_target, where)
-    trainer.dies_at = 9  # after the fourth's evaluation, 1.4
+    trainer.dies_at = 9  # after the fourth's evaluation, 1.5
     with pytest.raises(Killed):
         trainer.run()
     assert read_json(where.best / "state.json")["epoch"] == 2
     trainer = JudgedTrainer(cfg, tiny_target, where)
     trainer.dies_at = None
     trainer.run()
-    assert read_json(where.best / "state.json")["epoch"] == 4, "of equals the longer trained"
-    assert read_json(where.last / "state.json")["epoch"] == 5
+    assert read_json(where.best / "state.json")["epoch"] == 5, "of equals the longer trained"
+    assert read_json(where.last / "state.json")["epoch"] == 6
     for name, tensor in weights(where, "last").items():
         assert torch.equal(trainer.drafter.state_dict()[name], tensor)
     assert not torch.equal(weights(where, "best")["fc.weight"], weights(where)["fc.weight"])
