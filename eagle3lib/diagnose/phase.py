@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from eagle3lib.diagnose.findings import acceptance_verdict, data_findings, speed_verdict
-from eagle3lib.diagnose.replay import ReplayedAnswer, compare_counts, first_repeat, replay_answers
+from eagle3lib.diagnose.findings import (
+    acceptance_verdict,
+    data_findings,
+    lossless_findings,
+    speed_verdict,
+)
+from eagle3lib.diagnose.replay import (
+    ReplayedAnswer,
+    compare_counts,
+    first_repeat,
+    plain_answers,
+    replay_answers,
+)
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import read_json
 from eagle3lib.lab.finding import Finding, by_severity
@@ -37,6 +48,7 @@ def replay_sets(phase: Phase, target: Target) -> Replayed:
                 phase.of("05_export_drafter") / "drafter",
                 dtype=benchmark["dtype"],
                 steps=benchmark["num_speculative_tokens"],
+                plain=plain_answers(rows),
                 on_answer=bar.update,
             )
             for name, picked in chosen.items()
@@ -60,6 +72,7 @@ def diagnose_run(
     bigram = training["baselines"].get("bigram_workload")
     same_steps = training["num_speculative_tokens"] == steps
     baseline = bigram["acceptance_length"] if bigram and same_steps else None
+    findings += lossless_findings(compared)
     findings += data_findings(
         workload, compared.get("general"), training["trained_tokens"], baseline
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from eagle3lib.drafter.checkpoint import read_drafter
 from eagle3lib.drafter.simulate import Conversation, Replay, simulate
@@ -28,7 +29,7 @@ class ReplayedAnswer:
     simulated: Replay
     teacher_right: int  # answer tokens that are the captured states' own greedy choice
     inside_vocab: int  # answer tokens after the first that the draft vocabulary holds
-    tie_gap: float  # smallest top-1/top-2 gap in the target's logits along the answer, nats
+    parted_gap: float | None  # nats between the arms' tokens where their answers part; None: equal
 
     def round_pairs(self) -> list[tuple[int, int, bool]]:
         """(engine's accepted, simulator's accepted, is the cut last round), round by round.
@@ -54,6 +55,7 @@ def replay_answers(
     *,
     dtype: str,
     steps: int,
+    plain: dict[str, list[int]] | None = None,
     on_answer: Callable[[int], None] = lambda n: None,
 ) -> list[ReplayedAnswer]:
     """Capture the states of the engine's answers and replay greedy speculation along them.
@@ -73,20 +75,33 @@ def replay_answers(
         replay = simulate(
             drafter, [Conversation(tokens, prompt, states[:, :-1].flatten(1))], steps
         )[0]
-        logits = head.logits(states[prompt - 1 : -1, -1]).float()
-        top = logits.log_softmax(-1).topk(2, dim=-1)
+        log_probs = head.logits(states[prompt - 1 : -1, -1]).float().log_softmax(-1)
         answer = tokens[prompt:]
         out.append(
             ReplayedAnswer(
                 row=row,
                 simulated=replay,
-                teacher_right=int((top.indices[:, 0] == answer).sum()),
+                teacher_right=int((log_probs.argmax(-1) == answer).sum()),
                 inside_vocab=int(drafter.t2d[answer[1:]].sum()),
-                tie_gap=float((top.values[:, 0] - top.values[:, 1]).min()),
+                parted_gap=_parted_gap(
+                    log_probs, row.answer_token_ids, (plain or {}).get(row.prompt)
+                ),
             )
         )
         on_answer(1)
     return out
+
+
+def _parted_gap(log_probs: Tensor, answer: list[int], plain: list[int] | None) -> float | None:
+    """How far apart the target holds the two tokens where this answer leaves the plain arm's, nats.
+
+    Near 0 it is a tie that rounding decides; a large gap is a token that the target did not want.
+    """
+    pairs = zip(answer, plain or [], strict=False)
+    at = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+    return (
+        None if at is None else float((log_probs[at, answer[at]] - log_probs[at, plain[at]]).abs())
+    )
 
 
 def compare_counts(answers: list[ReplayedAnswer], steps: int, dtype: str) -> dict[str, Any]:
@@ -102,6 +117,7 @@ def compare_counts(answers: list[ReplayedAnswer], steps: int, dtype: str) -> dic
             cut += is_cut
             compared += not is_cut
             equal += (theirs == mine) and not is_cut
+    gaps = [a.parted_gap for a in answers if a.parted_gap is not None]
     return {
         "answers": len(answers),
         "dtype": dtype,
@@ -113,7 +129,8 @@ def compare_counts(answers: list[ReplayedAnswer], steps: int, dtype: str) -> dic
         "answers_equal": sum(all(a == b or c for a, b, c in x.round_pairs()) for x in answers),
         "teacher_agreement": _share(answers, lambda a: a.teacher_right, 0),
         "vocab_coverage": _share(answers, lambda a: a.inside_vocab, 1),
-        "smallest_tie_gap": round(min((a.tie_gap for a in answers), default=0.0), 5),
+        "parted_from_plain": len(gaps),
+        "largest_parted_gap": round(max(gaps), 4) if gaps else None,
     }
 
 
@@ -122,6 +139,11 @@ def _share(
 ) -> float | None:
     total = sum(len(a.row.answer_token_ids) - less for a in answers)
     return round(sum(count(a) for a in answers) / total, 4) if total else None
+
+
+def plain_answers(rows: list[RequestRow]) -> dict[str, list[int]]:
+    """The plain arm's first answer to each prompt."""
+    return {r.prompt: r.answer_token_ids for r in rows if (r.arm, r.repeat) == (PLAIN, 0)}
 
 
 def first_repeat(rows: list[RequestRow], arm: str, set_name: str) -> list[RequestRow]:

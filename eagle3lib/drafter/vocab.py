@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from jaxtyping import Bool, Int64
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -46,7 +47,14 @@ class VocabMap:
     def load(cls, path: Path) -> VocabMap:
         if not path.exists():
             raise UserError("there is no vocabulary map", where=path, next="eagle3 run PROFILE 03")
-        tensors = load_file(path)
+        try:
+            tensors = load_file(path)
+        except SafetensorError as error:
+            raise UserError(
+                f"the vocabulary map can't be read: {error}",
+                where=path,
+                next="eagle3 run PROFILE 03",
+            ) from None
         raise_errors(check_vocab_map(tensors["d2t"], tensors["t2d"], str(path)))
         return cls(tensors["d2t"], tensors["t2d"])
 

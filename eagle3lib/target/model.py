@@ -60,7 +60,8 @@ class TargetHead:
         wanted = DTYPES[dtype]
         self.embedding: Float[Tensor, "V H"] = read("model.embed_tokens.weight").to(wanted)
         self.norm: Float[Tensor, " H"] = read("model.norm.weight").to(wanted)
-        tied = target.config.get("tie_word_embeddings", False)
+        # A config may leave out tie_word_embeddings; the files tell whether there is a head.
+        tied = target.config.get("tie_word_embeddings", not read.has("lm_head.weight"))
         self.head: Float[Tensor, "V H"] = (
             self.embedding if tied else read("lm_head.weight").to(wanted)
         )
@@ -94,10 +95,16 @@ class _TensorReader:
                     self._where |= {name: shard for name in file.keys()}  # noqa: SIM118
         self._folder = folder
 
-    def __call__(self, name: str) -> Tensor:
+    def has(self, name: str) -> bool:
+        return bool(self._full_names(name))
+
+    def _full_names(self, name: str) -> list[str]:
         # Multimodal wrappers keep the text model under a prefix, e.g.
         # language_model.model.norm.weight.
-        found = [full for full in self._where if full == name or full.endswith(f".{name}")]
+        return [full for full in self._where if full == name or full.endswith(f".{name}")]
+
+    def __call__(self, name: str) -> Tensor:
+        found = self._full_names(name)
         if not found:
             raise UserError(
                 f"the target has no tensor {name}",

@@ -21,9 +21,9 @@ def main() -> int:
     torch.set_num_threads(int(job["threads"]))
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group("gloo")
-    cfg = TrainParams.checked(job["params"], sys.argv[1])
     folders = Folders(*(Path(job[name]) for name in ("phase", "states", "vocab")))
     try:
+        cfg = TrainParams.checked(job["params"], sys.argv[1])
         Trainer(cfg, open_target(cfg.target), folders).run()
     except UserError as error:
         print(f"USER ERROR\n{error}", file=sys.stderr, flush=True)

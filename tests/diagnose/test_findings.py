@@ -14,7 +14,7 @@ def answer(engine, simulated, *, cut=False, tokens=None):
     tokens = tokens or 1 + len(engine) + sum(engine)
     row = RequestRow(OWN, "workload", "p", 0, [1], list(range(tokens)), "length", 1.0, engine,
                      [3] * len(engine))  # fmt: skip
-    return ReplayedAnswer(row, Replay(simulated, cut), tokens, tokens - 1, 0.1)
+    return ReplayedAnswer(row, Replay(simulated, cut), tokens, tokens - 1, None)
 
 
 def compared(engine, simulated, dtype="bfloat16", answers=20):
