@@ -49,11 +49,14 @@ def run(
 @app.command()
 def report(
     profile: Annotated[str, typer.Argument(help="a profile, or the name of a run")],
+    copy_to: Annotated[
+        Path | None, typer.Option(help="write a small copy here, figures drawn through a CDN")
+    ] = None,
 ) -> None:
     """Render a run's notebooks and write its page again."""
     from eagle3lib.report.page import build_page
 
-    print(build_page(_run_name(profile)))
+    print(build_page(_run_name(profile), copy_to=copy_to))
 
 
 @app.command()

@@ -79,6 +79,7 @@ def arms_bars(metrics: dict[str, Any]) -> go.Figure:
             marker_color=palette[arm],
             text=[f"{s:.1f}" for s in speeds],
             textposition="inside",
+            insidetextanchor="middle",
             error_y={"type": "data", "array": up, "arrayminus": down},
         )
     return _styled(

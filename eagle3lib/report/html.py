@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -54,14 +53,12 @@ def _draw_figures(node: Any, plotly_js: bool | str) -> None:
             plotly_js = False  # the library once a page
 
 
-def render_run(folder: Path) -> dict[str, Path]:
+def render_run(folder: Path, into: Path, *, plotly_js: bool | str = True) -> dict[str, Path]:
     """Render every executed notebook of a run that has no newer HTML. Phase name -> HTML file."""
     made = {}
     for notebook in sorted((folder / "reports").glob("[0-9]*.ipynb")):
-        html = notebook.with_suffix(".html")
-        with contextlib.suppress(FileNotFoundError):
-            if html.stat().st_mtime > notebook.stat().st_mtime:
-                made[notebook.stem] = html
-                continue
-        made[notebook.stem] = render_notebook(notebook, html)
+        html = into / f"{notebook.stem}.html"
+        made[notebook.stem] = html
+        if not html.exists() or html.stat().st_mtime <= notebook.stat().st_mtime:
+            render_notebook(notebook, html, plotly_js=plotly_js)
     return made

@@ -9,7 +9,7 @@ import jinja2
 import plotly.io
 
 from eagle3lib.lab.errors import UserError
-from eagle3lib.lab.files import read_json, write_text
+from eagle3lib.lab.files import read_json, read_jsonl, write_text
 from eagle3lib.lab.finding import raise_errors
 from eagle3lib.lab.params import PHASES
 from eagle3lib.lab.run import run_folder
@@ -21,8 +21,11 @@ from eagle3lib.report.html import render_run
 _TEMPLATE = Path(__file__).with_name("page.html.j2")
 
 
-def build_page(run: str) -> Path:
+def build_page(run: str, *, copy_to: Path | None = None) -> Path:
     """Render the notebooks of a run and write ``index.html`` over what is done so far.
+
+    ``copy_to``: write page and notebooks into another folder instead, small, with the figures'
+    library from its CDN: an example to keep in a repository.
 
     Raises ``UserError`` when there is no such run, and when its benchmark is impossible (a speed-up
     above the acceptance length): such a report is not written.
@@ -34,10 +37,12 @@ def build_page(run: str) -> Path:
     benchmark = metrics.get("06_benchmark_serving")
     if benchmark:
         raise_errors(check_benchmark(read_requests(folder / "06_benchmark_serving"), benchmark))
-    render_run(folder)
-    page = _environment().get_template(_TEMPLATE.name).render(**_content(folder, metrics))
-    write_text(folder / "index.html", page)
-    return folder / "index.html"
+    place, plotly_js = (copy_to, "cdn") if copy_to else (folder, True)
+    render_run(folder, place / "reports", plotly_js=plotly_js)
+    content = _content(folder, metrics, plotly_js)
+    page = _environment().get_template(_TEMPLATE.name).render(**content)
+    write_text(place / "index.html", page)
+    return place / "index.html"
 
 
 def phase_metrics(folder: Path) -> dict[str, Any]:
@@ -66,7 +71,7 @@ def answer_numbers(metrics: dict[str, Any], set_name: str = "workload") -> dict[
     }
 
 
-def _content(folder: Path, metrics: dict[str, Any]) -> dict[str, Any]:
+def _content(folder: Path, metrics: dict[str, Any], plotly_js: bool | str) -> dict[str, Any]:
     manifest = read_json(folder / "manifest.json")
     diagnosis = metrics.get("07_diagnose_acceptance")
     return {
@@ -76,7 +81,7 @@ def _content(folder: Path, metrics: dict[str, Any]) -> dict[str, Any]:
         "diagnosis": diagnosis,
         "training": metrics.get("04_train_drafter"),
         "data": metrics.get("01_generate_data"),
-        "figures": _figures(folder, metrics),
+        "figures": _figures(folder, metrics, plotly_js),
         "phases": _phases(folder, manifest),
         "parameters": [
             (phase, name, value)
@@ -86,9 +91,7 @@ def _content(folder: Path, metrics: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _figures(folder: Path, metrics: dict[str, Any]) -> list[str]:
-    from eagle3lib.lab.files import read_jsonl
-
+def _figures(folder: Path, metrics: dict[str, Any], plotly_js: bool | str) -> list[str]:
     figures = []
     diagnosis = metrics.get("07_diagnose_acceptance")
     if diagnosis:
@@ -101,7 +104,7 @@ def _figures(folder: Path, metrics: dict[str, Any]) -> list[str]:
     return [
         plotly.io.to_html(
             f,
-            include_plotlyjs=i == 0,
+            include_plotlyjs=plotly_js if i == 0 else False,
             full_html=False,
             config={"displaylogo": False, "responsive": True},
         )
