@@ -29,7 +29,9 @@ def run(
     words: Annotated[
         list[str] | None, typer.Argument(metavar="[PHASE|NAME=VALUE]...", help="phases, values")
     ] = None,
-    force: Annotated[bool, typer.Option(help="run phases also when they are done")] = False,
+    force: Annotated[
+        bool, typer.Option(help="run notebooks also when done; whole artefacts are kept")
+    ] = False,
 ) -> None:
     """Run all phases of PROFILE, or those named. What is done and unchanged is skipped.
 

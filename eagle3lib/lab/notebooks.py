@@ -3,9 +3,12 @@ papermill."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,17 +84,18 @@ def execute(params: PhaseParams, output: Path) -> None:
     os.environ.setdefault("PLOTLY_RENDERER", _RENDERER)
     source = NOTEBOOKS / f"{params.PHASE}.ipynb"
     try:
-        papermill.execute_notebook(
-            str(source),
-            str(output),
-            parameters=params.model_dump(mode="json"),
-            kernel_name="python3",
-            cwd=str(NOTEBOOKS),
-            progress_bar=False,
-            autosave_cell_every=30,
-            # Over TCP each kernel prints a warning that its channels are not encrypted.
-            config=Config({"KernelManager": {"transport": "ipc"}}),
-        )
+        with _stderr_into(output.with_suffix(".log")):
+            papermill.execute_notebook(
+                str(source),
+                str(output),
+                parameters=params.model_dump(mode="json"),
+                kernel_name="python3",
+                cwd=str(NOTEBOOKS),
+                progress_bar=False,
+                autosave_cell_every=30,
+                # Over TCP each kernel warns that its channels are not encrypted.
+                config=Config({"KernelManager": {"transport": "ipc"}}),
+            )
     except PapermillExecutionError as error:
         if error.ename == "UserError":
             raise UserError(_plain(error.evalue)) from None
@@ -105,6 +109,21 @@ def execute(params: PhaseParams, output: Path) -> None:
             f"the kernel of {params.PHASE} died, most often for want of memory\n"
             f"  in:       {output}"
         ) from None
+
+
+@contextlib.contextmanager
+def _stderr_into(log: Path) -> Iterator[None]:
+    """Send this process's standard error, which kernels inherit, into a file: a kernel that is
+    stopped by Ctrl-C prints tracebacks of its own sockets, which tell a user nothing."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    try:
+        with log.open("ab") as sink:
+            os.dup2(sink.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def _plain(text: str) -> str:

@@ -18,17 +18,17 @@ from eagle3lib.lab.run import check_run_target, gather_inputs, phase_state, run_
 from eagle3lib.report.page import answer_numbers, build_page, phase_metrics
 from eagle3lib.target.folder import open_target
 
-# Seconds of each phase of the demo on two cores (docs/lab_log.md). Only their proportions are used:
-# what is left of a run is scaled by how fast its first phases were, or by its own earlier times.
+# Seconds of each phase of the demo on two cores (docs/lab_log.md): a first guess, for other runs
+# scaled by the phases of theirs that are known.
 _DEMO_SECONDS = {
-    "00_plan": 10,
-    "01_generate_data": 110,
-    "02_capture_hidden_states": 50,
-    "03_build_vocab_map": 12,
-    "04_train_drafter": 170,
-    "05_export_drafter": 20,
-    "06_benchmark_serving": 330,
-    "07_diagnose_acceptance": 45,
+    "00_plan": 4,
+    "01_generate_data": 90,
+    "02_capture_hidden_states": 40,
+    "03_build_vocab_map": 5,
+    "04_train_drafter": 160,
+    "05_export_drafter": 7,
+    "06_benchmark_serving": 345,
+    "07_diagnose_acceptance": 12,
 }
 
 
@@ -85,29 +85,32 @@ def _print_answer(page: Path, folder: Path) -> None:
 
 
 class _Clock:
-    """How long the rest takes: earlier durations of this run, else the demo's, scaled as we go."""
+    """How long the rest takes: a phase's own earlier time in this run, else the demo's time scaled
+    by how this run's known phases compare with the demo's."""
 
     def __init__(self, phases: list[str], folder: Path):
-        self._expected = {name: float(_DEMO_SECONDS[name]) for name in phases}
-        for name in phases:
+        self._left = list(phases)
+        self._known: dict[str, float] = {}
+        for name in PHASES:
             manifest = folder / name / "manifest.json"
             if manifest.exists():
-                self._expected[name] = max(read_json(manifest)["duration_s"], 1.0)
-        self._left = list(phases)
-        self._planned = self._spent = 0.0
+                self._known[name] = max(read_json(manifest)["duration_s"], 1.0)
 
     def skip(self, name: str) -> None:
         self._left.remove(name)
 
     def done(self, name: str, seconds: float) -> None:
         self._left.remove(name)
-        self._planned += self._expected[name]
-        self._spent += seconds
+        self._known[name] = seconds
+
+    def _expected(self, name: str) -> float:
+        demo = sum(_DEMO_SECONDS[n] for n in self._known)
+        scale = sum(self._known.values()) / demo if demo > 60 else 1.0
+        return self._known.get(name, _DEMO_SECONDS[name] * scale)
 
     def left_s(self, name: str, elapsed_s: float = 0.0) -> float:
-        scale = self._spent / self._planned if self._planned > 60 else 1.0
-        now = max(self._expected[name] * scale - elapsed_s, 0.0)
-        return now + scale * sum(self._expected[n] for n in self._left if n != name)
+        now = max(self._expected(name) - elapsed_s, 0.0)
+        return now + sum(self._expected(n) for n in self._left if n != name)
 
     def estimate(self, name: str) -> str:
         return f"; about {_clock_text(self.left_s(name))} left in all"
