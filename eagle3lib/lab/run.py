@@ -224,6 +224,21 @@ def _only_grew(params: PhaseParams, old: dict[str, Any], new: dict[str, Any]) ->
     )
 
 
+def outdated_by(folder: Path, phase: str) -> list[str]:
+    """Upstream phases of a whole phase that were made again, with another result, after it."""
+    if not (folder / phase / "manifest.json").exists():
+        return []
+    used = read_json(folder / phase / "manifest.json")["inputs"]["upstream"]
+    now = {name: folder / name / "manifest.json" for name in used}
+    return [
+        name
+        for name, fingerprint in used.items()
+        if not now[name].exists()
+        or read_json(now[name])["fingerprint"] != fingerprint
+        or outdated_by(folder, name)
+    ]
+
+
 def begin(params: PhaseParams, target_fingerprint: str) -> Phase:
     """Open a phase: bind the run to the target, set a stale folder aside, or resume.
 

@@ -12,7 +12,7 @@ from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import read_json, read_jsonl, write_text
 from eagle3lib.lab.finding import raise_errors
 from eagle3lib.lab.params import PHASES
-from eagle3lib.lab.run import run_folder
+from eagle3lib.lab.run import outdated_by, run_folder
 from eagle3lib.measure.arms import OWN, PLAIN, read_requests
 from eagle3lib.measure.summary import check_benchmark, interval_text
 from eagle3lib.report.figures import acceptance_per_step, arms_bars, heldout_curves
@@ -81,6 +81,8 @@ def _content(folder: Path, metrics: dict[str, Any], plotly_js: bool | str) -> di
         "diagnosis": diagnosis,
         "training": metrics.get("04_train_drafter"),
         "data": metrics.get("01_generate_data"),
+        "outdated": outdated_by(folder, "07_diagnose_acceptance")
+        or outdated_by(folder, "06_benchmark_serving"),
         "figures": _figures(folder, metrics, plotly_js),
         "phases": _phases(folder, manifest),
         "parameters": [
@@ -121,7 +123,7 @@ def _phases(folder: Path, manifest: dict[str, Any]) -> list[dict[str, Any]]:
         lines.append(
             {
                 "name": name,
-                "state": "done" if done else "not finished" if started else "waiting",
+                "state": _state(folder, name, started),
                 "duration_s": done["duration_s"] if done else None,
                 "bytes": done["bytes"] if done else None,
                 "finished": done["finished"] if done else "",
@@ -129,6 +131,13 @@ def _phases(folder: Path, manifest: dict[str, Any]) -> list[dict[str, Any]]:
             }
         )
     return lines
+
+
+def _state(folder: Path, name: str, started: bool) -> str:
+    if not (folder / name / "manifest.json").exists():
+        return "not finished" if started else "waiting"
+    changed = outdated_by(folder, name)
+    return f"out of date: {', '.join(changed)} changed" if changed else "done"
 
 
 def _environment() -> jinja2.Environment:

@@ -14,7 +14,13 @@ from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import read_json
 from eagle3lib.lab.notebooks import execute
 from eagle3lib.lab.params import PHASES, PhaseParams
-from eagle3lib.lab.run import check_run_target, gather_inputs, phase_state, run_folder
+from eagle3lib.lab.run import (
+    check_run_target,
+    gather_inputs,
+    outdated_by,
+    phase_state,
+    run_folder,
+)
 from eagle3lib.report.page import answer_numbers, build_page, phase_metrics
 from eagle3lib.target.folder import open_target
 
@@ -176,7 +182,9 @@ def print_status(run: str) -> None:
 
 def _phase_line(folder: Path, done: dict[str, Any] | None) -> str:
     if done:
-        return f"done in {_clock_text(done['duration_s'])}, {done['bytes'] / 1e6:.1f} MB"
+        changed = outdated_by(folder.parent, folder.name)
+        late = f"; out of date, {', '.join(changed)} changed" if changed else ""
+        return f"done in {_clock_text(done['duration_s'])}, {done['bytes'] / 1e6:.1f} MB{late}"
     if not (folder / "inputs.json").exists():
         return "waiting"
     progress = folder / "progress.json"

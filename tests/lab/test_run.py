@@ -221,3 +221,51 @@ def test_progress_is_on_disk_while_a_phase_runs_and_gone_when_it_is_done(generat
     assert (read_json(path)["done"], read_json(path)["total"]) == (7, 10)
     phase.finish({})
     assert not path.exists()
+
+
+def test_a_phase_whose_upstream_was_made_again_is_out_of_date(generate):
+    """Running one phase alone must not leave a page that shows old figures as if they were new."""
+    folder = run_folder("mine")
+    complete(generate)
+    complete(VocabParams(run="mine"))
+    assert run.outdated_by(folder, "03_build_vocab_map") == []
+    complete(generate, content="other answers")
+    assert run.outdated_by(folder, "03_build_vocab_map") == ["01_generate_data"]
+    complete(VocabParams(run="mine"))
+    assert run.outdated_by(folder, "03_build_vocab_map") == []
+
+
+def test_parameters_that_decide_nothing_rerun_nothing(generate):
+    complete(generate)
+    for values in ({"server": "http://x:1"}, {"concurrency": 2}, {"max_reject_share": 1.0}):
+        assert state(changed(generate, **values))[0] == "done"
+
+
+def test_more_of_what_is_kept_continues_and_less_starts_afresh(generate):
+    """An answer file of 15,000 tokens is the beginning of one of 20,000."""
+    complete(generate)
+    more = changed(generate, answer_tokens=generate.answer_tokens + 5000)
+    assert state(more) == ("resume", "answer_tokens 15000 -> 20000")
+    phase = begin(more, TARGET)
+    assert (phase.folder / "result.bin").exists()
+    assert state(changed(generate, answer_tokens=10))[0] == "stale"
+    assert state(changed(more, temperature=1.0))[0] == "stale"
+
+
+def test_two_processes_do_not_run_one_phase(generate, tmp_path):
+    """The lock is the process's: the same kernel may begin again, another one may not."""
+    import subprocess
+    import sys
+
+    held = begin(generate, TARGET)
+    again = begin(generate, TARGET)
+    script = (
+        "from eagle3lib.lab import run\n"
+        "from pathlib import Path\n"
+        f"run.ROOT = Path({str(tmp_path)!r})\n"
+        "from eagle3lib.lab.params import GenerateParams\n"
+        f"run.begin(GenerateParams(**{generate.model_dump()!r}), {TARGET!r})\n"
+    )
+    other = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert "is running in another process" in other.stderr
+    assert held.folder == again.folder
