@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from eagle3lib.data.generate import AnswerRow, is_looping
+from eagle3lib.data.rows import AnswerRow, is_looping
 from eagle3lib.drafter.config import DrafterConfig
 from eagle3lib.drafter.model import Drafter
 from eagle3lib.drafter.vocab import build_vocab_map, count_tokens

@@ -12,15 +12,12 @@ from typing import Any
 
 import pandas as pd
 
-from eagle3lib.data.generate import (
-    AnswerRow,
-    Sampling,
-    generate_answers,
-    read_answers,
-    read_rejects,
-)
+from eagle3lib.data.generate import generate_answers
 from eagle3lib.data.prompts import Prompt, Reject, read_prompts
+from eagle3lib.data.rows import REASONING_KINDS, AnswerRow, read_answers, read_rejects
+from eagle3lib.data.turns import Sampling
 from eagle3lib.engine.client import Client
+from eagle3lib.engine.pool import Pool
 from eagle3lib.engine.vllm import EngineConfig, VllmServer
 from eagle3lib.lab.params import GenerateParams, resolve
 from eagle3lib.lab.run import Phase
@@ -61,58 +58,87 @@ def load_prompt_sets(cfg: GenerateParams) -> PromptSets:
     )
 
 
+# Our own engine does not come back once it is dead; others may be started again by someone.
+_OWN_GIVE_UP_S, _OTHERS_GIVE_UP_S = 20.0, 300.0
+
+
 @contextlib.contextmanager
 def target_server(
     cfg: GenerateParams, target: Path, log: Path, say: Callable[[str], None] = print
-) -> Iterator[Client]:
-    """The server that answers: the one at ``cfg.server``, or a vLLM of our own for as long as
+) -> Iterator[Pool]:
+    """The servers that answer: those at ``cfg.server``, or a vLLM of our own for as long as
     needed."""
-    if cfg.server:
-        yield Client(cfg.server)
+    if cfg.servers():
+        clients = [Client(url, timeout_s=cfg.timeout_s) for url in cfg.servers()]
+        yield Pool(clients, give_up_s=_OTHERS_GIVE_UP_S)
         return
     engine = EngineConfig(target, cfg.dtype, cfg.max_model_len, max_num_seqs=cfg.concurrency)
     with VllmServer(engine, log=log, say=say) as server:
-        yield Client(server.url)
+        yield Pool([Client(server.url, timeout_s=cfg.timeout_s)], give_up_s=_OWN_GIVE_UP_S)
 
 
 def answer_all(phase: Phase, cfg: GenerateParams, sets: PromptSets, target: Path) -> dict[str, Any]:
     """Answer held-out prompts, then training prompts until enough tokens are there; show
     progress."""
-    sampling = Sampling(cfg.max_new_tokens, cfg.temperature)
-    limits = {"concurrency": cfg.concurrency, "max_reject_share": cfg.max_reject_share}
     before = read_answers(phase.folder)
     started = time.perf_counter()
-    with target_server(cfg, target, phase.log_file("vllm"), phase.note) as client:
+    with target_server(cfg, target, phase.log_file("vllm"), phase.note) as servers:
         ready_s = time.perf_counter() - started
-        total = len(sets.heldout)
-        held = sum(row.split == "heldout" for row in before)
-        with phase.progress(total, "answers", "held-out prompts", held) as bar:
-            generate_answers(
-                sets.heldout,
-                client,
-                phase.folder,
-                sampling,
-                **limits,
-                on_answer=lambda row: bar.update(1),
-            )
-        trained = sum(r.usable_tokens for r in before if r.split == "train")
-        with phase.progress(cfg.answer_tokens, "tokens", "training answers", trained) as bar:
-            generate_answers(
-                sets.train,
-                client,
-                phase.folder,
-                sampling,
-                **limits,
-                want_tokens=cfg.answer_tokens,
-                on_answer=lambda row: bar.update(row.usable_tokens),
-            )
+        _answer_heldout(phase, cfg, sets, servers, before)
+        _answer_training(phase, cfg, sets, servers, before)
     rows = read_answers(phase.folder)
-    made = sum(len(r.answer_token_ids) for r in rows) - sum(len(r.answer_token_ids) for r in before)
+    known = {row.id for row in before}
+    made = sum(len(row.answer_token_ids) for row in rows if row.id not in known)
     asking_s = time.perf_counter() - started - ready_s
     return {
         **describe_answers(rows, sets.rejects, read_rejects(phase.folder)),
         "server_ready_s": round(ready_s, 1),
         "tokens_per_s": round(made / asking_s, 1) if made else None,
+    }
+
+
+def _answer_heldout(
+    phase: Phase, cfg: GenerateParams, sets: PromptSets, servers: Pool, before: list[AnswerRow]
+) -> None:
+    held = sum(row.split == "heldout" for row in before)
+    with phase.progress(len(sets.heldout), "answers", "held-out prompts", held) as bar:
+        generate_answers(
+            sets.heldout,
+            servers,
+            phase.folder,
+            **_options(phase, cfg),
+            on_answer=lambda row: bar.update(1),
+        )
+
+
+def _answer_training(
+    phase: Phase, cfg: GenerateParams, sets: PromptSets, servers: Pool, before: list[AnswerRow]
+) -> None:
+    trained = sum(row.usable_tokens for row in before if row.split == "train")
+    with phase.progress(cfg.answer_tokens, "tokens", "training answers", trained) as bar:
+        generate_answers(
+            sets.train,
+            servers,
+            phase.folder,
+            **_options(phase, cfg),
+            want_tokens=cfg.answer_tokens,
+            answers_per_prompt=cfg.answers_per_prompt,
+            on_answer=lambda row: bar.update(row.usable_tokens),
+        )
+
+
+def _options(phase: Phase, cfg: GenerateParams) -> dict[str, Any]:
+    return {
+        "sampling": Sampling(
+            cfg.max_new_tokens,
+            cfg.temperature,
+            cfg.thinking,
+            cfg.thinking_share,
+            cfg.train_on_cut,
+        ),
+        "concurrency": cfg.concurrency,
+        "max_reject_share": cfg.max_reject_share,
+        "target_fingerprint": phase.inputs["target"],
     }
 
 
@@ -131,5 +157,10 @@ def describe_answers(
         "trained_tokens": sum(len(r.answer_token_ids) for r in rows if r.trained),
         "finish_reasons": dict(Counter(r.finish_reason for r in rows)),
         "looping_answers": sum(r.looping for r in rows),
+        "cut_answers": sum(r.finish_reason == "length" for r in rows),
+        "kept_apart": dict(Counter(r.kept_apart for r in rows if r.kept_apart)),
+        "reasoning": {k: sum(r.reasoning_kind == k for r in rows) for k in REASONING_KINDS},
+        "thinking": dict(Counter(r.sampling.get("thinking", "default") for r in rows)),
+        "servers": dict(Counter(f"{r.server} ({r.engine or 'version unknown'})" for r in rows)),
         "left_out": dict(Counter([r.reason for r in skipped] + [r["reason"] for r in refused])),
     }

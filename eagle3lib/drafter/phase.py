@@ -10,7 +10,7 @@ import pandas as pd
 import torch
 from huggingface_hub import ModelCard, ModelCardData
 
-from eagle3lib.data.generate import AnswerRow
+from eagle3lib.data.rows import AnswerRow
 from eagle3lib.drafter.checkpoint import read_drafter, write_drafter
 from eagle3lib.drafter.config import DrafterConfig
 from eagle3lib.drafter.model import Drafter, PackedRows, unroll

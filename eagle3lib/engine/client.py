@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import time
 import urllib.request
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import openai
+from openai.types.chat import ChatCompletion
 from prometheus_client.parser import text_string_to_metric_families
 
 from eagle3lib.engine.vllm import SERVED_NAME
 from eagle3lib.lab.errors import UserError
 
 Message = dict[str, Any]
+Thinking = Literal["default", "on", "off"]  # default: as the chat template has it
+
+
+class BadReply(UserError):
+    """A server answered, but not with what was asked for: no token ids, half a JSON, no choice."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,8 @@ class Answer:
     finish_reason: str
     duration_s: float
     rounds: RoundRecord | None
+    reasoning: str | None = None  # None: the server told no reasoning apart from the text
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Client:
@@ -58,7 +68,21 @@ class Client:
             ) from None
         if not served:
             raise UserError(f"the server at {self.url} serves no model")
-        return SERVED_NAME if SERVED_NAME in served else served[0]
+        return _served_name(served)
+
+    def probe(self, timeout_s: float = 10.0) -> str:
+        """Name of the served model, asked once and shortly. Raises ``openai.OpenAIError``."""
+        quick = self._openai.with_options(timeout=timeout_s, max_retries=0)
+        return _served_name([m.id for m in quick.models.list()])
+
+    def version(self) -> str:
+        """The engine's version as /version tells it (vLLM does), "" where nothing tells it."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/version", timeout=10) as answer:
+                told = json.load(answer)
+        except (OSError, ValueError):  # no such page, or one for people: the version is a courtesy
+            return ""
+        return str(told.get("version", "")) if isinstance(told, dict) else ""
 
     def chat(
         self,
@@ -68,35 +92,72 @@ class Client:
         max_tokens: int,
         temperature: float,
         seed: int | None = None,
+        tools: Sequence[dict[str, Any]] = (),
+        thinking: Thinking = "default",
     ) -> Answer:
-        """One chat request. Raises ``UserError`` when the server returns no token ids."""
+        """One chat request. Raises ``BadReply``, a ``UserError``, when the server returns no token
+        ids or ids that can't be right, and ``openai.OpenAIError`` when it returns nothing."""
         started = time.perf_counter()
-        reply = self._openai.chat.completions.create(
-            model=model,
-            messages=messages,  # type: ignore[arg-type]
-            max_completion_tokens=max_tokens,
-            temperature=temperature,
-            seed=seed,
-            extra_body={"return_token_ids": True},
-        )
-        duration_s = time.perf_counter() - started
+        extra: dict[str, Any] = {"return_token_ids": True}
+        if thinking != "default":
+            # Templates don't agree on the name: Qwen3 reads the first, DeepSeek and Kimi the
+            # second, and each ignores the other.
+            switch = thinking == "on"
+            extra["chat_template_kwargs"] = {"enable_thinking": switch, "thinking": switch}
+        try:
+            reply = self._openai.chat.completions.create(
+                model=model,
+                messages=messages,  # type: ignore[arg-type]
+                max_completion_tokens=max_tokens,
+                temperature=temperature,
+                seed=seed,
+                extra_body=extra,
+                **({"tools": list(tools)} if tools else {}),  # type: ignore[arg-type]
+            )
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise BadReply(f"the server at {self.url} sent no JSON: {error}") from None
+        return self._answer(reply, time.perf_counter() - started)
+
+    def _answer(self, reply: Any, duration_s: float) -> Answer:
+        whole = isinstance(reply, ChatCompletion) and reply.choices
+        if not whole or getattr(reply.choices[0], "message", None) is None:
+            raise BadReply(f"the server at {self.url} sent a reply without an answer")
         choice, extra = reply.choices[0], reply.model_extra or {}
+        message = choice.message
         answer_ids = (choice.model_extra or {}).get("token_ids")
         prompt_ids = extra.get("prompt_token_ids")
+        self._check_ids(prompt_ids, answer_ids, reply.usage)
+        told = message.model_extra or {}
+        reasoning = told.get("reasoning")
+        return Answer(
+            prompt_token_ids=list(prompt_ids),
+            answer_token_ids=list(answer_ids),
+            text=message.content or "",
+            finish_reason=choice.finish_reason or "",
+            duration_s=duration_s,
+            rounds=_round_record(extra.get("metrics")),
+            reasoning=told.get("reasoning_content") if reasoning is None else reasoning,
+            tool_calls=[call.model_dump(exclude_none=True) for call in message.tool_calls or []],
+        )
+
+    def _check_ids(self, prompt_ids: Any, answer_ids: Any, usage: Any) -> None:
+        """The ids must be there, be token ids, and be as many as the server itself counted."""
         if answer_ids is None or prompt_ids is None:
-            raise UserError(
+            raise BadReply(
                 f"the server at {self.url} returned no token ids",
                 expected="prompt_token_ids and token_ids (vLLM answers 'return_token_ids')",
                 next="serve the target with vLLM 0.10.2 or newer",
             )
-        return Answer(
-            prompt_token_ids=list(prompt_ids),
-            answer_token_ids=list(answer_ids),
-            text=choice.message.content or "",
-            finish_reason=choice.finish_reason or "",
-            duration_s=duration_s,
-            rounds=_round_record(extra.get("metrics")),
-        )
+        for what, ids, counted in (
+            ("prompt", prompt_ids, usage and usage.prompt_tokens),
+            ("answer", answer_ids, usage and usage.completion_tokens),
+        ):
+            if not isinstance(ids, list) or any(type(i) is not int or i < 0 for i in ids):
+                raise BadReply(f"the server at {self.url} returned {what} ids that are no ids")
+            if counted and counted != len(ids):
+                raise BadReply(
+                    f"the server at {self.url} returned {len(ids)} {what} ids, counted {counted}"
+                )
 
     def speculation_counters(self) -> dict[str, float]:
         """Counters of /metrics that concern speculation, summed over engines; see formats in docs.
@@ -107,6 +168,11 @@ class Client:
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
             text = answer.read().decode("utf-8")
         return parse_speculation_counters(text)
+
+
+def _served_name(served: list[str]) -> str:
+    """Our own name where it is served, else the first; "" when nothing is."""
+    return SERVED_NAME if SERVED_NAME in served else (served or [""])[0]
 
 
 _COUNTERS = {

@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.machine import ROOT
@@ -105,8 +105,13 @@ class PlanParams(PhaseParams):
 
 class GenerateParams(PhaseParams):
     PHASE: ClassVar[str] = "01_generate_data"
-    FREE: ClassVar[tuple[str, ...]] = ("server", "concurrency", "max_reject_share")
-    GROWING: ClassVar[tuple[str, ...]] = ("answer_tokens", "heldout_workload", "heldout_general")
+    FREE: ClassVar[tuple[str, ...]] = ("server", "concurrency", "max_reject_share", "timeout_s")
+    GROWING: ClassVar[tuple[str, ...]] = (
+        "answer_tokens",
+        "answers_per_prompt",
+        "heldout_workload",
+        "heldout_general",
+    )
     FILES: ClassVar[tuple[str, ...]] = ("workload", "general")
 
     workload: str = Field(
@@ -122,13 +127,45 @@ class GenerateParams(PhaseParams):
     heldout_general: int = Field(20, ge=0, description="held-out prompts of the general set")
     max_new_tokens: int = Field(96, ge=4, description="longest answer, in tokens")
     temperature: float = Field(0.0, ge=0, le=2, description="sampling temperature, 0 is greedy")
+    answers_per_prompt: int = Field(
+        1, ge=1, description="answers to each training prompt, more than 1 needs a temperature"
+    )
+    thinking: Literal["default", "on", "off", "mixed"] = Field(
+        "default", description="default (as the chat template has it), on, off or mixed"
+    )
+    thinking_share: float = Field(
+        0.5, ge=0, le=1, description="share of conversations with thinking on, of mixed"
+    )
+    train_on_cut: bool = Field(
+        False, description="train on answers that max_new_tokens cut off too"
+    )
     concurrency: int = Field(16, ge=1, le=1024, description="requests in flight at once")
+    timeout_s: float = Field(600.0, gt=0, description="longest wait for one answer, in seconds")
     dtype: Dtype = Field("bfloat16", description="bfloat16 or float32, as served")
     max_model_len: int = Field(1024, ge=16, description="longest conversation served, in tokens")
     max_reject_share: float = Field(
         0.2, ge=0, le=1, description="stop when a larger share of the rows was rejected"
     )
-    server: str = Field("", description="address of a running server, empty starts one")
+    server: str = Field(
+        "", description="addresses of running servers, parted by commas, empty starts one"
+    )
+
+    @field_validator("answers_per_prompt")
+    @classmethod
+    def _greedy_answers_are_all_the_same(cls, value: int, info: ValidationInfo) -> int:
+        if value > 1 and info.data.get("temperature") == 0:
+            raise ValueError("answers_per_prompt above 1 needs a temperature above 0")
+        return value
+
+    @field_validator("thinking", mode="before")
+    @classmethod
+    def _yaml_reads_on_as_true(cls, value: Any) -> Any:
+        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+    def servers(self) -> list[str]:
+        """Addresses of parameter ``server``, each once."""
+        named = (part.strip().rstrip("/") for part in self.server.split(","))
+        return list(dict.fromkeys(part for part in named if part))
 
 
 class CaptureParams(PhaseParams):

@@ -16,7 +16,7 @@ from typing import Any
 
 import pandas as pd
 
-from eagle3lib.data.generate import AnswerRow, read_answers
+from eagle3lib.data.rows import AnswerRow, read_answers
 from eagle3lib.engine.client import Client
 from eagle3lib.engine.vllm import EngineConfig, VllmServer
 from eagle3lib.lab.errors import UserError
@@ -71,7 +71,7 @@ def benchmark_prompts(phase: Phase, cfg: BenchmarkParams) -> list[AnswerRow]:
     rows = sorted(read_answers(phase.of("01_generate_data")), key=lambda r: r.id)
     chosen = []
     for name, count in (("workload", cfg.workload_prompts), ("general", cfg.general_prompts)):
-        found = [r for r in rows if (r.set, r.split) == (name, "heldout")]
+        found = [r for r in rows if (r.set, r.split, r.repeat) == (name, "heldout", 0)]
         if len(found) < count:
             raise UserError(
                 f"{count} held-out prompts of the {name} set are asked for, "
@@ -153,7 +153,14 @@ def _start(
 def _ask(
     client: Client, arm: str, prompt: AnswerRow, repeat: int, cfg: BenchmarkParams
 ) -> RequestRow:
-    answer = client.chat(prompt.messages, max_tokens=cfg.max_new_tokens, temperature=0.0)
+    # Tools and thinking as when the answer was made: other prompt tokens are another workload.
+    answer = client.chat(
+        prompt.messages,
+        max_tokens=cfg.max_new_tokens,
+        temperature=0.0,
+        tools=prompt.tools,
+        thinking=prompt.sampling.get("thinking", "default"),
+    )
     return RequestRow(
         arm=arm,
         set=prompt.set,

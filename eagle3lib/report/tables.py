@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 from pandas.io.formats.style import Styler
 
-from eagle3lib.data.generate import AnswerRow
+from eagle3lib.data.rows import AnswerRow
 from eagle3lib.lab.finding import Finding, by_severity
 from eagle3lib.target.states import StateStore
 
@@ -56,7 +56,7 @@ def answers_table(rows: list[AnswerRow]) -> Styler:
                 "answer tokens": len(r.answer_token_ids),
                 "prompt tokens": len(r.prompt_token_ids),
                 "cut by the limit": r.finish_reason == "length",
-                "looping": r.looping,
+                "kept apart": bool(r.kept_apart),
             }
             for r in rows
         ]
@@ -72,7 +72,11 @@ def sample_answers(rows: list[AnswerRow], count: int) -> Styler:
     return show(
         pd.DataFrame(
             [
-                {"set": r.set, "prompt": r.messages[-1]["content"][:160], "answer": r.text[:240]}
+                {
+                    "set": r.set,
+                    "prompt": str(r.messages[-1]["content"])[:160],
+                    "answer": r.text[:240],
+                }
                 for r in picked
             ]
         )

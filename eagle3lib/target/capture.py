@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from eagle3lib.data.generate import AnswerRow
+from eagle3lib.data.rows import AnswerRow
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import read_json, write_atomic, write_json
 from eagle3lib.target.folder import Target

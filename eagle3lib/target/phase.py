@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 import torch
 
-from eagle3lib.data.generate import read_answers
+from eagle3lib.data.rows import read_answers
 from eagle3lib.lab.files import read_json
 from eagle3lib.lab.finding import Finding
 from eagle3lib.lab.machine import cores

@@ -7,17 +7,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from eagle3lib.data import generate
-from eagle3lib.data.generate import (
-    AnswerRow,
-    Sampling,
-    generate_answers,
-    is_looping,
-    read_answers,
-    read_rejects,
-)
+from eagle3lib.data import rows as rows_module
+from eagle3lib.data.generate import generate_answers
 from eagle3lib.data.phase import describe_answers
 from eagle3lib.data.prompts import Prompt, Reject, prompt_id
+from eagle3lib.data.rows import AnswerRow, is_looping, read_answers, read_rejects
+from eagle3lib.data.turns import Sampling
 from eagle3lib.engine.client import Client
 from eagle3lib.lab.errors import UserError
 
@@ -135,7 +130,7 @@ def ask(server, tmp_path):
             prompts_of(texts),
             Client(server.url, retries=retries, timeout_s=20),
             tmp_path / "run",
-            Sampling(max_new_tokens=9, temperature=0.5),
+            Sampling(max_new_tokens=9, temperature=0.5, train_on_cut=True),
             concurrency=concurrency,
             max_reject_share=max_reject_share,
             **options,
@@ -197,8 +192,11 @@ def test_a_refused_prompt_is_counted_with_its_reason_and_not_asked_again(ask, se
     assert set(rejects) == {bad.id, mute.id}
     assert "too long for the context" in rejects[bad.id] and rejects[mute.id] == "empty answer"
 
+    # No token at all, not even a stop token, is the server's fault: that is tried again.
+    assert server.asked["bad 1"] == 1 and server.asked["mute 1"] > 1
+    server.asked.clear()
     assert texts_of(ask(texts)) == ["question 1"]
-    assert set(server.asked.values()) == {1}
+    assert server.asked == {}
     assert len(read_rejects(tmp_path / "run")) == 2
 
 
@@ -293,9 +291,9 @@ def test_it_stops_asking_once_enough_tokens_are_there(ask, server, want):
     concurrency = 2
     rows = ask(TEXTS, want_tokens=want, concurrency=concurrency)
     needed = -(-want // ANSWER_TOKENS)
-    # What is in flight when the last needed answer comes in is finished and kept.
-    assert needed <= len(rows) <= needed + concurrency - 1
-    assert set(texts_of(rows)) <= set(TEXTS[: needed + concurrency - 1])
+    # What is in flight when the last needed answer comes in is finished, and kept for later.
+    assert set(texts_of(rows)) == set(TEXTS[:needed])
+    assert set(server.asked) <= set(TEXTS[: needed + concurrency - 1])
 
 
 def test_tokens_of_the_run_before_count_and_those_of_other_prompts_do_not(ask, server):
@@ -321,8 +319,8 @@ def test_every_new_answer_is_told_and_on_disk_by_then(ask, tmp_path):
 
 
 def test_looping_is_a_stretch_repeated_and_nothing_less():
-    stretch = list(range(generate._LOOP_TOKENS))
-    repeats = generate._LOOP_REPEATS
+    stretch = list(range(rows_module._LOOP_TOKENS))
+    repeats = rows_module._LOOP_REPEATS
     assert is_looping([9, 9, 9, *stretch * repeats])
     # One stretch less; the stretch that starts one token later stands there once less still.
     assert not is_looping(stretch * (repeats - 1))

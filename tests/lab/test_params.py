@@ -123,3 +123,22 @@ def test_input_files_are_found_from_the_repository_and_empty_ones_left_out(tmp_p
     cfg = GenerateParams(workload="params/some.jsonl", general="")
     assert cfg.input_files() == {"workload": params.ROOT / "params/some.jsonl"}
     assert params.resolve(str(tmp_path)) == tmp_path
+
+
+def test_several_answers_to_a_prompt_need_a_temperature():
+    with pytest.raises(UserError, match=r"answers_per_prompt(?s:.)*temperature"):
+        GenerateParams.checked({"answers_per_prompt": 2}, "here")
+    assert GenerateParams(answers_per_prompt=2, temperature=0.7).answers_per_prompt == 2
+
+
+def test_yaml_reads_on_as_true_and_thinking_takes_it():
+    assert GenerateParams(thinking=True).thinking == "on"
+    assert GenerateParams(thinking=False).thinking == "off"
+    with pytest.raises(UserError, match="thinking"):
+        GenerateParams.checked({"thinking": "sometimes"}, "here")
+
+
+def test_addresses_are_parted_by_commas():
+    cfg = GenerateParams(server=" http://a:1/, http://b:2 ,,http://a:1")
+    assert cfg.servers() == ["http://a:1", "http://b:2"]
+    assert GenerateParams().servers() == []
