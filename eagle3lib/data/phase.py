@@ -15,10 +15,11 @@ import pandas as pd
 from eagle3lib.data.generate import generate_answers
 from eagle3lib.data.prompts import Prompt, Reject, read_prompts
 from eagle3lib.data.rows import REASONING_KINDS, AnswerRow, read_answers, read_rejects
-from eagle3lib.data.turns import Sampling
+from eagle3lib.data.turns import Conversation, Sampling
 from eagle3lib.engine.client import Client
 from eagle3lib.engine.pool import Pool
 from eagle3lib.engine.vllm import EngineConfig, VllmServer
+from eagle3lib.lab.files import read_jsonl
 from eagle3lib.lab.params import GenerateParams, resolve
 from eagle3lib.lab.run import Phase
 
@@ -84,14 +85,13 @@ def answer_all(phase: Phase, cfg: GenerateParams, sets: PromptSets, target: Path
     started = time.perf_counter()
     with target_server(cfg, target, phase.log_file("vllm"), phase.note) as servers:
         ready_s = time.perf_counter() - started
-        _answer_heldout(phase, cfg, sets, servers, before)
-        _answer_training(phase, cfg, sets, servers, before)
-    rows = read_answers(phase.folder)
-    known = {row.id for row in before}
-    made = sum(len(row.answer_token_ids) for row in rows if row.id not in known)
+        made = _answer_heldout(phase, cfg, sets, servers, before)
+        made += _answer_training(phase, cfg, sets, servers, before)
     asking_s = time.perf_counter() - started - ready_s
+    rows = read_answers(phase.folder)
     return {
         **describe_answers(rows, sets.rejects, read_rejects(phase.folder)),
+        "surplus_answers": len(read_jsonl(phase.folder / "surplus.jsonl")),
         "server_ready_s": round(ready_s, 1),
         "tokens_per_s": round(made / asking_s, 1) if made else None,
     }
@@ -99,23 +99,34 @@ def answer_all(phase: Phase, cfg: GenerateParams, sets: PromptSets, target: Path
 
 def _answer_heldout(
     phase: Phase, cfg: GenerateParams, sets: PromptSets, servers: Pool, before: list[AnswerRow]
-) -> None:
+) -> int:
+    """Tokens that were made now."""
+    made: list[int] = []
+    total = sum(Conversation(prompt).turns for prompt in sets.heldout)
     held = sum(row.split == "heldout" for row in before)
-    with phase.progress(len(sets.heldout), "answers", "held-out prompts", held) as bar:
-        generate_answers(
-            sets.heldout,
-            servers,
-            phase.folder,
-            **_options(phase, cfg),
-            on_answer=lambda row: bar.update(1),
-        )
+    with phase.progress(total, "answers", "held-out prompts", held) as bar:
+
+        def on_answer(row: AnswerRow) -> None:
+            made.append(len(row.answer_token_ids))
+            bar.update(1)
+
+        options = _options(phase, cfg)
+        generate_answers(sets.heldout, servers, phase.folder, **options, on_answer=on_answer)
+    return sum(made)
 
 
 def _answer_training(
     phase: Phase, cfg: GenerateParams, sets: PromptSets, servers: Pool, before: list[AnswerRow]
-) -> None:
+) -> int:
+    """Tokens that were made now, those that turn out to be surplus among them."""
+    made: list[int] = []
     trained = sum(row.usable_tokens for row in before if row.split == "train")
     with phase.progress(cfg.answer_tokens, "tokens", "training answers", trained) as bar:
+
+        def on_answer(row: AnswerRow) -> None:
+            made.append(len(row.answer_token_ids))
+            bar.update(row.usable_tokens)
+
         generate_answers(
             sets.train,
             servers,
@@ -123,8 +134,9 @@ def _answer_training(
             **_options(phase, cfg),
             want_tokens=cfg.answer_tokens,
             answers_per_prompt=cfg.answers_per_prompt,
-            on_answer=lambda row: bar.update(row.usable_tokens),
+            on_answer=on_answer,
         )
+    return sum(made)
 
 
 def _options(phase: Phase, cfg: GenerateParams) -> dict[str, Any]:

@@ -140,7 +140,7 @@ def test_ten_kills_at_random_moments_give_the_set_of_an_uninterrupted_run(server
     chance = random.Random(3)
 
     def answer(request):
-        time.sleep(chance.uniform(0.02, 0.06))
+        time.sleep(chance.uniform(0.03, 0.08))
         return own_words(request)
 
     (server,) = servers(answer)

@@ -232,3 +232,32 @@ def test_a_row_says_how_and_by_whom_it_was_made(ask, tmp_path):
     assert (row.target_fingerprint, row.engine) == ("abc", "0.32.0")
     assert row.server.startswith("http://127.0.0.1:")
     assert read_answers(tmp_path / "a") == [row]
+
+
+def test_the_phase_asks_all_its_servers_and_tells_what_it_made(monkeypatch, tmp_path):
+    from eagle3lib.data.phase import PromptSets, answer_all
+    from eagle3lib.lab.params import GenerateParams
+    from eagle3lib.lab.run import Phase
+
+    monkeypatch.setenv("EAGLE3_OUTPUTS", str(tmp_path))
+    servers = [StubServer(own_words), StubServer(own_words)]
+    prompts = [prompt_of(f"one {i}", "x", "two") for i in range(40)]
+    sets = PromptSets(
+        train=[p for p in prompts if p.split == "train"],
+        heldout=[p for p in prompts if p.split == "heldout"],
+        rejects=[],
+    )
+    cfg = GenerateParams(run="x", server=",".join(s.url for s in servers), answer_tokens=100)
+    phase = Phase(cfg, {"target": "print of the target"})
+    try:
+        metrics = answer_all(phase, cfg, sets, tmp_path)
+    finally:
+        for server in servers:
+            server.kill()
+    rows = read_answers(phase.folder)
+    assert metrics["answers"] == len(rows) == sum(metrics["servers"].values())
+    assert set(metrics["servers"]) == {f"{s.url} (0.32.0)" for s in servers}
+    assert metrics["trained_tokens"] >= 100 and metrics["tokens_per_s"] > 0
+    assert sum(len(s.requests) for s in servers) == len(rows) + metrics["surplus_answers"]
+    assert sum(r.split == "heldout" for r in rows) == 2 * len(sets.heldout)
+    assert {r.target_fingerprint for r in rows} == {"print of the target"}
