@@ -207,15 +207,13 @@ def _answer_as_served(
     """
     words, turn = said.words.strip(), whole.removeprefix(history)
     opened = prompt.rstrip().endswith(THINK)
-    possible = opened and said.inline and not said.calls and whole.startswith(history)
-    stop_inside = any(stop in said.raw for stop in template.stop_texts())
-    if not possible or words not in turn or stop_inside:
+    if not (opened and said.inline and whole.startswith(history) and words in turn):
         return ""
     try:
         tail, stop = _up_to_stop(turn[turn.rindex(words) + len(words) :], template)
     except RefusedTurn:
         return ""
-    if tail.strip() != stop:
+    if tail.strip() != stop:  # a tool call, or text of the template's own
         return ""
     opening = prompt[prompt.rindex(THINK) :]  # with the newline that some templates add
     raw = said.raw.removeprefix(opening)

@@ -7,6 +7,8 @@ view for each assistant turn. A difference between served and rendered prompt is
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import html
 import json
 from dataclasses import dataclass, replace
@@ -79,7 +81,7 @@ def view_row(row: dict[str, Any], template: ChatTemplate, title: str) -> list[Ro
     """
     if isinstance(row.get("prompt_token_ids"), list):
         return [_view_served(row, template, title)]
-    turns, rejects = render_turns(row["messages"], template, tools=row.get("tools"))
+    turns, rejects = render_turns(row["messages"], template, tools=row.get("tools") or None)
     reasons = [f"{r.reason} ({r.detail})" if r.detail else r.reason for r in rejects]
     if not turns:
         raise UserError(f"{title} can't be trained on: {'; '.join(reasons)}")
@@ -110,17 +112,34 @@ def _view_served(row: dict[str, Any], template: ChatTemplate, title: str) -> Row
         difference += _equal_with_thinking(row, template) if difference else ""
     except RefusedTurn as error:
         rendered, difference = [], f"the prompt can't be compared: {error}"
-    left_out = "looping" if row.get("looping") else ""
+    left_out = row.get("kept_apart") or ("looping" if row.get("looping") else "")
     left_out = "held out" if row.get("split", "train") != "train" else left_out
     note = f"finish reason {finish or 'unknown'}"
     return RowView(title, served, answer, rendered, difference, problems, left_out, note)
 
 
 def _rendered_prompt(row: dict[str, Any], template: ChatTemplate) -> list[int]:
+    """The ids that the template gives for what the row asked, with the row's own switch."""
     messages = row["messages"]
     if messages and messages[-1].get("role") == "assistant":
         messages = messages[:-1]
-    return template.ids(template.render(messages, prompt=True, tools=row.get("tools")))
+    sampling = row.get("sampling")
+    switch = sampling.get("thinking") if isinstance(sampling, dict) else None
+    own = thinking_arguments({"on": True, "off": False}.get(switch))
+    asked = replace(template, arguments=own | template.arguments)
+    text = asked.render(_as_servers_read(messages), prompt=True, tools=row.get("tools") or None)
+    return template.ids(text)
+
+
+def _as_servers_read(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """vLLM hands a call's arguments, in requests a JSON string, to the template as an object."""
+    read = copy.deepcopy(messages)
+    for call in [c for m in read for c in m.get("tool_calls") or [] if isinstance(c, dict)]:
+        function = call.get("function")
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            with contextlib.suppress(json.JSONDecodeError):
+                function["arguments"] = json.loads(function["arguments"])
+    return read
 
 
 def _equal_with_thinking(row: dict[str, Any], template: ChatTemplate) -> str:
@@ -140,9 +159,8 @@ def thinking_arguments(thinking: bool | None) -> dict[str, Any]:
 
 def row_text(view: RowView, template: ChatTemplate, *, colour: bool) -> str:
     """The view for a terminal; trained tokens coloured, or in ``[[...]]`` without colour."""
-    prompt, answer = _pieces(view.prompt_token_ids, template), _pieces(
-        view.answer_token_ids, template
-    )  # fmt: skip
+    prompt = _pieces(view.prompt_token_ids, template)
+    answer = _pieces(view.answer_token_ids, template)
     lines = [*_headlines(view), "", *_tails(view, template), ""]
     left = " ".join(repr(text) for text, _ in prompt[-_BOUNDARY_TOKENS:])
     right = " ".join(repr(text) for text, _ in answer[:_BOUNDARY_TOKENS])

@@ -7,6 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from eagle3lib.data.render import render_turns
 from eagle3lib.data.template import ChatTemplate
 
 FOLDER = Path(__file__).parent / "templates"
@@ -41,6 +42,7 @@ def byte_tokenizer(specials: list[str], merges: list[tuple[str, str]] | None = N
     from tokenizers.decoders import ByteLevel as Decoder
     from tokenizers.models import BPE
     from tokenizers.pre_tokenizers import ByteLevel
+    from tokenizers.processors import TemplateProcessing
     from transformers import PreTrainedTokenizerFast
 
     words = sorted(ByteLevel.alphabet()) + [a + b for a, b in merges or []]
@@ -49,6 +51,9 @@ def byte_tokenizer(specials: list[str], merges: list[tuple[str, str]] | None = N
     tokenizer.decoder = Decoder()
     tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in specials])
     tokenizer.add_tokens([AddedToken(t, normalized=False) for t in ("<think>", "</think>")])
+    # Like Llama's: plain text gets a first token, which rendered text has already.
+    first = (specials[0], tokenizer.token_to_id(specials[0]))
+    tokenizer.post_processor = TemplateProcessing(f"{first[0]} $A", special_tokens=[first])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=specials[0])
 
 
@@ -80,3 +85,22 @@ TOOLS = [
         "function": {"name": "weather", "description": "the weather", "parameters": {}},
     }
 ]
+
+
+def trained(template, messages, tools=None):
+    """[(prompt text, trained text)] of every turn; fails on a reject."""
+    turns, rejects = render_turns(messages, template, tools=tools)
+    assert not rejects
+    for turn in turns:
+        assert template.decode(turn.answer_token_ids) == turn.text
+        assert turn.answer_token_ids[-1] in template.stop_ids
+        assert turn.exact == (not turn.note)
+    return [(template.decode(t.prompt_token_ids), t.text) for t in turns]
+
+
+def refused(template, messages, tools=None):
+    """The reasons why none of the turns was taken."""
+    turns, rejects = render_turns(messages, template, tools=tools, where="x.jsonl:3")
+    assert not turns
+    assert {r.where for r in rejects} == {"x.jsonl:3"}
+    return [r.reason for r in rejects]

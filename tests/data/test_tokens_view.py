@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 import sys
 from dataclasses import asdict
 
 import pytest
-from chat_formats import TOOLS, assistant, template_of, user
+from chat_formats import TOOLS, assistant, call, template_of, user
 
 from eagle3lib import cli
 from eagle3lib.data.generate import AnswerRow
@@ -67,6 +68,32 @@ def test_a_prompt_served_otherwise_is_the_first_line_and_names_the_switch():
     )
 
 
+def test_a_served_row_may_carry_its_answer_as_a_message():
+    template = template_of("qwen3")
+    row = served_row(template, PROMPT, messages=[*HI, assistant("Hello!")])
+    assert "prompt ids: equal to the template's own rendering" in shown(row, template)
+
+
+def test_the_switch_that_a_row_was_asked_with_is_its_own():
+    template = template_of("qwen3")
+    row = served_row(template, PROMPT + "<think>\n\n</think>\n\n")
+    for switch, equal in (("off", True), ("on", False), ("default", False)):
+        out = shown(row | {"sampling": {"thinking": switch}, "tools": []}, template)
+        assert ("prompt ids: equal" in out) == equal
+
+
+def test_arguments_of_calls_in_the_history_are_read_as_servers_read_them():
+    template = template_of("qwen3")
+    said = call("weather", city="Rome")
+    asked = [*HI, assistant("", tool_calls=[said]), {"role": "tool", "content": "dry"}]
+    prompt = template.render(asked, prompt=True)
+    as_text = copy.deepcopy(asked)
+    as_text[1]["tool_calls"][0]["function"]["arguments"] = '{"city":"Rome"}'
+    row = served_row(template, prompt, messages=as_text)
+    assert "prompt ids: equal" in shown(row, template)
+    assert as_text[1]["tool_calls"][0]["function"]["arguments"] == '{"city":"Rome"}'
+
+
 def test_trained_tokens_are_coloured_in_two_shades_on_a_terminal():
     template = template_of("qwen3")
     out = shown(served_row(template, PROMPT), template, colour=True)
@@ -106,6 +133,12 @@ def test_html_marks_trained_tokens_and_escapes_the_rows_own_markup():
 def test_what_is_not_trained_or_broken_is_said(changes, said):
     template = template_of("qwen3")
     assert said in shown(served_row(template, PROMPT, **changes), template)
+
+
+def test_a_row_kept_apart_says_why():
+    template = template_of("qwen3")
+    row = served_row(template, PROMPT) | {"kept_apart": "cut by the length limit"}
+    assert "7 answer (cut by the length limit, not trained)" in shown(row, template)
 
 
 def test_a_row_of_text_shows_every_turn():
