@@ -13,6 +13,7 @@ from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.notebooks import NotebookError, write_parameter_cells
 from eagle3lib.lab.params import PHASES
 from eagle3lib.lab.profile import load_profile, parse_arguments, phase_name
+from eagle3lib.target.smollm2 import NAME
 
 app = typer.Typer(
     name="eagle3",
@@ -80,6 +81,27 @@ def params(
         print(name)
         for field, info in PHASES[name].model_fields.items():
             print(f"  {field:32} {info.default!r:38} {info.description}")
+
+
+@app.command()
+def tokens(
+    file: Annotated[Path, typer.Argument(help="answers.jsonl of a run, or JSONL with messages")],
+    row: Annotated[int, typer.Option(help="which row, counted from 1")] = 1,
+    target: Annotated[str, typer.Option(help="built-in name, folder or Hub id")] = NAME,
+    thinking: Annotated[
+        bool | None, typer.Option(help="the template's switch, its own default if left out")
+    ] = None,
+) -> None:
+    """Print a row with its trained tokens marked; a prompt that differs from the template first."""
+    from eagle3lib.data.template import load_chat_template
+    from eagle3lib.data.tokens_view import read_row, row_text, thinking_arguments, view_row
+    from eagle3lib.target.folder import open_target
+
+    found = read_row(file, row)
+    opened = open_target(target)
+    template = load_chat_template(opened.folder, opened.stop_ids(), thinking_arguments(thinking))
+    views = view_row(found, template, f"row {row} of {file.name}")
+    print("\n\n".join(row_text(v, template, colour=sys.stdout.isatty()) for v in views))
 
 
 @app.command()

@@ -165,7 +165,9 @@ class _Book:
         surplus = {r["id"]: AnswerRow(**r) for r in read_jsonl(folder / "surplus.jsonl")}
         self.rows = surplus | answers
         self._aside = surplus.keys() - answers.keys()
-        self._refused = {r["id"] for r in read_rejects(folder) if r["reason"] != GAVE_UP}
+        # Lines without an id are of reading the prompts: those were never asked.
+        refused = [r for r in read_rejects(folder) if r["id"] and r["reason"] != GAVE_UP]
+        self._refused = {r["id"] for r in refused}
         self._passed = self._tokens = 0  # of the plan: conversations, tokens to train on
         self._ends: Counter[str] = Counter()  # answers by why they are kept apart
         self._files: tuple[BinaryIO, BinaryIO] | None = None
@@ -256,7 +258,7 @@ class _Book:
         """Raise when too many were refused, of at least ``least``."""
         refused, asked = len(self._refused), len(self._refused) + len(self.rows)
         if asked >= least and refused > self._limit * asked:
-            rows = read_rejects(self.folder)
+            rows = [r for r in read_rejects(self.folder) if r["id"] in self._refused]
             reasons = Counter(row["reason"] for row in rows).most_common(3)
             raise UserError(
                 f"{refused} of {asked} prompts were refused: "

@@ -13,14 +13,15 @@ from typing import Any
 import pandas as pd
 
 from eagle3lib.data.generate import generate_answers
-from eagle3lib.data.prompts import Prompt, Reject, read_prompts
+from eagle3lib.data.near import drop_near_duplicates
+from eagle3lib.data.prompts import READING, Prompt, Reject, read_source, write_read_rejects
 from eagle3lib.data.rows import REASONING_KINDS, AnswerRow, read_answers, read_rejects
 from eagle3lib.data.turns import Conversation, Sampling
 from eagle3lib.engine.client import Client
 from eagle3lib.engine.pool import Pool
 from eagle3lib.engine.vllm import EngineConfig, VllmServer
 from eagle3lib.lab.files import read_jsonl
-from eagle3lib.lab.params import GenerateParams, resolve
+from eagle3lib.lab.params import GenerateParams
 from eagle3lib.lab.run import Phase
 
 
@@ -31,6 +32,7 @@ class PromptSets:
     train: list[Prompt]
     heldout: list[Prompt]
     rejects: list[Reject]
+    notes: tuple[str, ...] = ()  # one line a file: its format, its rows, what was left out
 
     def table(self) -> pd.DataFrame:
         counts = Counter((p.set, p.split) for p in self.train + self.heldout)
@@ -39,23 +41,31 @@ class PromptSets:
         )
 
 
-def load_prompt_sets(cfg: GenerateParams) -> PromptSets:
-    """Training prompts come from the workload alone; the general set is only ever held out."""
-    workload, rejects = read_prompts(resolve(cfg.workload), "workload")
-    general: list[Prompt] = []
-    if cfg.heldout_general:
-        general, more = read_prompts(resolve(cfg.general), "general")
-        rejects = rejects + more
-    by_id = sorted(workload, key=lambda p: p.id)  # a content hash: the file's order plays no part
-    heldout = [p for p in by_id if p.split == "heldout"][: cfg.heldout_workload]
-    known = {p.id for p in workload}
-    others = [
-        p for p in sorted(general, key=lambda p: p.id) if p.split == "heldout" and p.id not in known
+def load_prompt_sets(cfg: GenerateParams, folder: Path | None = None) -> PromptSets:
+    """Training prompts come from the workload alone; the general set is only ever held out.
+
+    What was left out goes to ``rejects.jsonl`` in ``folder``. Raises ``UserError`` when the rows
+    of a file that are not usable pass ``max_reject_share``.
+    """
+    sources = {"workload": cfg.workload} | ({"general": cfg.general} if cfg.heldout_general else {})
+    files = [
+        read_source(source, name, cfg.prompt_format, cfg.max_prompt_chars)
+        for name, source in sources.items()
     ]
+    files = drop_near_duplicates(files, cfg.near_duplicate_similarity)
+    rejects = [reject for file in files for reject in file.rejects]
+    where = write_read_rejects(folder, rejects) if folder else ""
+    for file in files:
+        file.check(cfg.max_reject_share, where)
+    by_id = [sorted(file.prompts, key=lambda p: p.id) for file in files]  # the file's order is none
+    known = {p.id for p in by_id[0]}
+    heldout = [[p for p in part if p.split == "heldout"] for part in by_id]
+    others = [p for part in heldout[1:] for p in part if p.id not in known]
     return PromptSets(
-        train=[p for p in by_id if p.split == "train"],
-        heldout=heldout + others[: cfg.heldout_general],
+        train=[p for p in by_id[0] if p.split == "train"],
+        heldout=heldout[0][: cfg.heldout_workload] + others[: cfg.heldout_general],
         rejects=rejects,
+        notes=tuple(file.summary() for file in files),
     )
 
 
@@ -90,7 +100,12 @@ def answer_all(phase: Phase, cfg: GenerateParams, sets: PromptSets, target: Path
     asking_s = time.perf_counter() - started - ready_s
     rows = read_answers(phase.folder)
     return {
-        **describe_answers(rows, sets.rejects, read_rejects(phase.folder)),
+        "prompt_files": list(sets.notes),
+        **describe_answers(
+            rows,
+            sets.rejects,
+            [row for row in read_rejects(phase.folder) if row.get("stage") != READING],
+        ),
         "surplus_answers": len(read_jsonl(phase.folder / "surplus.jsonl")),
         "server_ready_s": round(ready_s, 1),
         "tokens_per_s": round(made / asking_s, 1) if made else None,

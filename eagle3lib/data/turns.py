@@ -128,7 +128,7 @@ def _ask(
         "seed": int(hash_json(row)[:8], 16) % 2**31,
         "thinking": sampling.thinking_of(conversation.id),
     }
-    tools = list(getattr(prompt, "tools", ()))
+    tools = list(prompt.tools)
     try:
         served = pool.chat(history, tools=tools, **asked)
     except RequestRefused as error:

@@ -122,3 +122,11 @@ def hash_file(path: Path) -> str:
 def hash_files(paths: Iterable[Path], base: Path) -> str:
     """One fingerprint of many files by relative name and content."""
     return hash_json({str(p.relative_to(base)): hash_file(p) for p in sorted(paths)})
+
+
+def hash_path(path: Path) -> str:
+    """Fingerprint of a file, or of a folder's files but hidden ones and ``datasets``' cache."""
+    if path.is_file():
+        return hash_file(path)
+    inside = (p for p in path.rglob("*") if p.is_file())
+    return hash_files((p for p in inside if not p.name.startswith((".", "cache-"))), path)

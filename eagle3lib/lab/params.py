@@ -19,6 +19,8 @@ from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.machine import ROOT
 
 Dtype = Literal["bfloat16", "float32"]
+PromptFormat = Literal["auto", "messages", "conversations", "prompt", "instruction", "text"]
+_FILE_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".txt", ".gz", ".zst")
 
 
 class PhaseParams(BaseModel):
@@ -72,16 +74,31 @@ class PhaseParams(BaseModel):
             ) from None
 
     def input_files(self) -> dict[str, Path]:
-        """Parameter name -> path of the input files named by parameters (relative to the
-        repository)."""
+        """Parameter name -> path of the input files and folders named by parameters (relative to
+        the repository); what comes from the Hub has none."""
         named = {field: getattr(self, field) for field in self.FILES}
-        return {field: resolve(value) for field, value in named.items() if value}
+        return {f: resolve(value) for f, value in named.items() if value and not hub_id(value)}
 
 
 def resolve(path: str) -> Path:
     """A path of the parameters: absolute, or relative to the repository."""
     given = Path(path).expanduser()
     return given if given.is_absolute() else ROOT / given
+
+
+def hub_id(value: str) -> str:
+    """``ORG/NAME`` of a data set on the Hub, "" where ``value`` names a path.
+
+    ``hub:`` in front says so; without it ``ORG/NAME`` is taken for the Hub's when no such path is
+    there and no ending says that a file is meant.
+    """
+    name = value.removeprefix("hub:")
+    if name != value:
+        return name
+    looks_like_one = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", value)
+    if not looks_like_one or Path(value).suffix in _FILE_SUFFIXES or resolve(value).exists():
+        return ""
+    return value
 
 
 def _explain(cls: type[PhaseParams], problem: Any) -> str:
@@ -119,6 +136,15 @@ class GenerateParams(PhaseParams):
     )
     general: str = Field(
         "params/prompts/general.jsonl", description="prompts of another kind, reported beside it"
+    )
+    prompt_format: PromptFormat = Field(
+        "auto", description="auto, messages, conversations, prompt, instruction or text"
+    )
+    max_prompt_chars: int = Field(
+        200_000, ge=1, description="a prompt of more characters is rejected"
+    )
+    near_duplicate_similarity: float = Field(
+        0.0, ge=0, le=1, description="from this similarity on two prompts are one, 0 is off"
     )
     answer_tokens: int = Field(
         15_000, ge=1, description="stop after so many training answer tokens"

@@ -31,7 +31,7 @@ from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 
 from eagle3lib.lab.errors import UserError
-from eagle3lib.lab.files import hash_file, hash_files, hash_json, read_json, write_json
+from eagle3lib.lab.files import hash_files, hash_json, hash_path, read_json, write_json
 from eagle3lib.lab.machine import ROOT, describe_machine, git_state, versions
 from eagle3lib.lab.params import PHASES, PhaseParams
 
@@ -169,12 +169,12 @@ def gather_inputs(params: PhaseParams, target_fingerprint: str) -> dict[str, Any
         upstream[name] = read_json(manifest)["fingerprint"]
     files = {}
     for field_name, path in params.input_files().items():
-        if not path.is_file():
+        if not path.exists():
             raise UserError(
                 f"the file that parameter {field_name!r} of {params.PHASE} names is not there",
                 where=path,
             )
-        files[field_name] = hash_file(path)
+        files[field_name] = hash_path(path)
     return {
         "target": target_fingerprint,
         "params": params.model_dump(mode="json", exclude={"run", *params.FREE}),

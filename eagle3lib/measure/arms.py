@@ -105,18 +105,20 @@ def run_arms(
     with ExitStack() as stack:
         clients = _start(stack, phase, cfg, arms, target)
         before = {arm: c.speculation_counters() for arm, c in clients.items()}
-        with (
-            path.open("a", encoding="utf-8") as file,
-            phase.progress(len(plan), "requests", "benchmark", len(plan) - len(todo)) as bar,
-        ):
-            for arm, prompt, repeat in todo:
-                row = _ask(clients[arm], arm, prompt, repeat, cfg)
-                file.write(json.dumps(asdict(row), ensure_ascii=False) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-                done[row.key] = row
-                bar.update(1)
-        _add_counters(phase.folder / "counters.json", before, clients)
+        try:
+            with (
+                path.open("a", encoding="utf-8") as file,
+                phase.progress(len(plan), "requests", "benchmark", len(plan) - len(todo)) as bar,
+            ):
+                for arm, prompt, repeat in todo:
+                    row = _ask(clients[arm], arm, prompt, repeat, cfg)
+                    file.write(json.dumps(asdict(row), ensure_ascii=False) + "\n")
+                    file.flush()
+                    os.fsync(file.fileno())
+                    done[row.key] = row
+                    bar.update(1)
+        finally:  # an interrupted benchmark keeps the counts of what it asked
+            _add_counters(phase.folder / "counters.json", before, clients)
     return list(done.values())
 
 
@@ -129,7 +131,7 @@ def _start(
     stack: ExitStack, phase: Phase, cfg: BenchmarkParams, arms: dict[str, Path | None], target: Path
 ) -> dict[str, Client]:
     """One server an arm, with the same number of threads, each warmed by two requests."""
-    threads, clients = free_cores(), {}
+    threads, clients, started = free_cores(), {}, {}
     for arm, drafter in arms.items():
         engine = EngineConfig(
             target,
@@ -144,6 +146,8 @@ def _start(
         log = phase.log_file(f"vllm-{arm.replace(' ', '-')}")
         server = stack.enter_context(VllmServer(engine, log=log, say=phase.note))
         clients[arm] = Client(server.url)
+        started[arm] = {"threads": server.threads, "ready_after_s": server.ready_after_s}
+    write_json(phase.folder / "servers.json", started)
     for client in clients.values():
         for text in ("Hello!", "Count to twenty."):
             client.chat([{"role": "user", "content": text}], max_tokens=24, temperature=0.0)

@@ -133,7 +133,7 @@ def _check_counters(rows: list[RequestRow], metrics: dict[str, Any]) -> list[Fin
                     f"{counters.get('accepted_tokens'):.0f} accepted drafts, its answers "
                     f"{counts.rounds} and {counts.accepted}",
                     "the same numbers",
-                    "another client used the server, or a request was repeated",
+                    "another client used the server, or the benchmark was killed on its way",
                     "06_benchmark_serving",
                 )
             )

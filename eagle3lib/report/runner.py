@@ -71,7 +71,7 @@ def _check_files(params: dict[str, PhaseParams], phases: list[str]) -> None:
     """Input files that parameters name must be there before anything starts."""
     for name in phases:
         for field, path in params[name].input_files().items():
-            if not path.is_file():
+            if not path.exists():
                 raise UserError(
                     f"parameter {field!r} of {name} names a file that is not there", where=path
                 )

@@ -10,7 +10,7 @@ import pytest
 from eagle3lib.data import rows as rows_module
 from eagle3lib.data.generate import generate_answers
 from eagle3lib.data.phase import describe_answers
-from eagle3lib.data.prompts import Prompt, Reject, prompt_id
+from eagle3lib.data.prompts import Prompt, Reject, prompt_id, write_read_rejects
 from eagle3lib.data.rows import AnswerRow, is_looping, read_answers, read_rejects
 from eagle3lib.data.turns import Sampling
 from eagle3lib.engine.client import Client
@@ -346,3 +346,12 @@ def test_looping_answers_are_kept_and_counted_but_not_trained_on():
     assert counts["answer_tokens"] == {"workload_heldout": 6, "workload_train": 6}
     assert (counts["trained_tokens"], counts["prompt_tokens"]) == (3, 8)
     assert counts["left_out"] == {"not UTF-8": 2, "empty answer": 1}
+
+
+def test_rejects_of_reading_do_not_count_as_refused_and_hide_no_prompt(ask, tmp_path):
+    """They stand in the same file; a duplicate's prompt must still be asked."""
+    rejects = [Reject(f"p:{i}", "duplicate prompt", p.id) for i, p in enumerate(prompts_of(TEXTS))]
+    write_read_rejects(tmp_path / "run", rejects)
+    assert len(ask(TEXTS, max_reject_share=0.0)) == len(TEXTS)
+    with pytest.raises(UserError, match=r"1 of 25 prompts were refused: 1 x refused by the"):
+        ask([*TEXTS, "bad 1"], max_reject_share=0.0)

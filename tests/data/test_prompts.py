@@ -6,7 +6,14 @@ import random
 import pytest
 
 from eagle3lib.data.phase import load_prompt_sets
-from eagle3lib.data.prompts import HELDOUT_PERCENT, Prompt, prompt_id, read_prompts
+from eagle3lib.data.prompts import (
+    DUPLICATE,
+    HELDOUT_PERCENT,
+    Prompt,
+    prompt_id,
+    read_prompts,
+    read_source,
+)
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.machine import ROOT
 from eagle3lib.lab.params import GenerateParams
@@ -51,7 +58,9 @@ def read(tmp_path):
         (b'{"messages": [{"role": "user", "content": "\xff"}]}', "not UTF-8"),
         (b"[]", "no list of messages"),
         (b"null", "no list of messages"),
-        (b'{"prompt": "x"}', "no list of messages"),
+        (b"{}", "none of messages, conversations, prompt, instruction, text"),
+        (b'{"messages": null}', "none of messages"),
+        (b'{"question": "x"}', "none of messages"),
         (b'{"messages": "x"}', "no list of messages"),
         (row(), "no list of messages"),
         (b'{"messages": ["x"]}', "without text"),
@@ -68,8 +77,15 @@ def read(tmp_path):
         (row(user("x"), system("y"), user("z")), "roles"),
         (row(system("x"), system("y"), user("z")), "roles"),
         (row({"role": "tool", "content": "x"}), "roles"),
-        (row(user("x"), assistant("y")), "last message"),
-        (row(system("x"), user("y"), assistant("z")), "last message"),
+        (row({"role": ["user"], "content": "x"}), "roles"),
+        (row(user("x"), user("y"), assistant("z")), "roles"),
+        (row(user("x"), assistant("y"), assistant("z")), "roles"),
+        (row(user("x"), {"role": "tool", "content": "y"}), "roles"),
+        (row(user("x"), assistant(""), user("z")), "empty message"),
+        (rb'{"messages": [{"role": "user", "content": "x \u0000"}]}', "NUL"),
+        (b'{"messages": [{"role": "user", "content": "x", "weight": NaN}]}', "JSON can't hold"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"messages": ' + b"9" * 5000 + b"}", "too long"),
         # Half an emoji, as cutting a text at a number of UTF-16 units leaves it.
         (rb'{"messages": [{"role": "user", "content": "x \ud83d"}]}', "surrogate"),
     ],
@@ -89,6 +105,8 @@ def test_a_bad_row_is_left_out_with_its_line_and_reason(read, line, reason):
         [user("x"), assistant("y"), user("z")],
         [system("s"), user("x"), assistant("y"), user("z")],
         [user("\u2028 🙂 \u0085")],
+        [user(r"a backslash and a u: \u0000 \ud83d")],
+        [{"role": "user", "content": "x", "name": None}],
     ],
 )
 def test_a_good_row_is_kept_as_it_is(read, messages):
@@ -137,6 +155,28 @@ def test_the_error_of_an_all_bad_file_gives_the_first_reason(tmp_path):
         read_prompts(path, "workload")
 
 
+def test_earlier_answers_stay_and_the_answer_to_the_last_question_is_cut_off(tmp_path):
+    """The target answers itself; a row that ends with an answer was once left out."""
+    long = [system("s"), user("x"), assistant("y"), user("z")]
+    path = tmp_path / "p.jsonl"
+    empty = row(user("once"), assistant(""))  # what is cut off need not be usable
+    path.write_bytes(b"\n".join([row(*long, assistant("its own")), row(user("alone")), empty]))
+    found = read_source(path, "workload")
+    assert [list(p.messages) for p in found.prompts] == [long, [user("alone")], [user("once")]]
+    assert found.rejects == [] and found.cut_answers == ["p.jsonl:1", "p.jsonl:3"]
+    assert "the last answer cut off in 2 rows" in found.summary()
+
+
+def test_two_answers_to_one_question_are_one_prompt(read):
+    prompts, rejects = read(row(user("x"), assistant("a")), row(user("x"), assistant("b")))
+    assert len(prompts) == 1 and [r.reason for r in rejects] == [DUPLICATE]
+
+
+def test_ids_are_those_of_the_first_version():
+    """They are in answer files on disk: another hash would ask for every answer again."""
+    assert prompt_id([user("x")]) == "aa97aaaade8ba243"
+
+
 def splits(prompts):
     return {p.messages[0]["content"]: p.split for p in prompts}
 
@@ -146,6 +186,7 @@ def test_the_split_depends_on_content_only(read):
     before = splits(read(*lines)[0])
     random.Random(0).shuffle(lines)
     assert splits(read(*lines)[0]) == before
+    assert {p.id for p in read(*lines)[0]} == {prompt_id([user(text)]) for text in before}
     fewer = splits(read(*lines[:100], row(user("a new one")), b"{")[0])
     fewer.pop("a new one")
     assert fewer.items() <= before.items()

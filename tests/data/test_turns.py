@@ -1,7 +1,5 @@
 """Conversations of several turns, thinking, reasoning, repeats: as the server sees them."""
 
-from dataclasses import dataclass
-
 import pytest
 from stub_server import StubServer, chat_body, own_words, prompt_of
 
@@ -63,10 +61,6 @@ def test_a_killed_conversation_goes_on_with_the_answers_that_it_has(ask, tmp_pat
 
 
 def test_system_prompt_tools_their_calls_and_results_pass_unchanged(ask):
-    @dataclass(frozen=True)
-    class WithTools(Prompt):
-        tools: tuple = ()
-
     tool = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}}
     call = {"id": "c1", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
     messages = [
@@ -77,7 +71,7 @@ def test_system_prompt_tools_their_calls_and_results_pass_unchanged(ask):
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c1", "content": "noon"},
     ]
-    prompt = WithTools(prompt_id(messages), tuple(messages), "workload", (tool,))
+    prompt = Prompt(prompt_id(messages, [tool]), tuple(messages), "workload", (tool,))
     rows, requests = ask([prompt])
     assert len(requests) == 2 and all(r["tools"] == [tool] for r in requests)
     mine = {"role": "assistant", "content": rows[f"{prompt.id}.0"].text}

@@ -190,6 +190,19 @@ def test_the_fingerprint_of_many_files_sees_names_and_content_but_no_order(tmp_p
     assert hash_files([a, b], tmp_path) != before
 
 
+def test_a_folder_is_fingerprinted_by_what_it_holds_and_not_by_the_cache_in_it(tmp_path):
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "data.arrow").write_text("a")
+    before = files.hash_path(tmp_path / "rows")
+    for name in ("cache-1234.arrow", ".lock"):
+        (tmp_path / "rows" / name).write_text("x")
+    assert files.hash_path(tmp_path / "rows") == before
+    (tmp_path / "rows" / "data.arrow").write_text("b")
+    assert files.hash_path(tmp_path / "rows") != before
+    data = tmp_path / "rows" / "data.arrow"
+    assert files.hash_path(data) == files.hash_file(data)
+
+
 def test_the_fingerprint_of_json_is_of_its_meaning():
     assert hash_json({"a": 1, "b": "é"}) == hash_json({"b": "é", "a": 1})
     assert hash_json({"a": 1}) != hash_json({"a": "1"})

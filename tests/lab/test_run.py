@@ -235,6 +235,18 @@ def test_a_phase_whose_upstream_was_made_again_is_out_of_date(generate):
     assert run.outdated_by(folder, "03_build_vocab_map") == []
 
 
+def test_prompts_may_be_a_folder_or_come_from_the_hub(generate, tmp_path):
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    (folder / "data.arrow").write_text("a")
+    of_a_folder = changed(generate, workload=str(folder), general="hub:ORG/NAME")
+    complete(of_a_folder)
+    assert state(of_a_folder)[0] == "done"
+    (folder / "data.arrow").write_text("b")
+    assert state(of_a_folder) == ("stale", "the file of workload changed")
+    assert state(changed(of_a_folder, general="hub:ORG/OTHER"))[0] == "stale"
+
+
 def test_parameters_that_decide_nothing_rerun_nothing(generate):
     complete(generate)
     for values in ({"server": "http://x:1"}, {"concurrency": 2}, {"max_reject_share": 1.0}):

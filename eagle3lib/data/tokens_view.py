@@ -1,0 +1,239 @@
+"""One row, token by token: what is trained, where the boundary is, and whether the prompt is the
+one that the target's template gives.
+
+A row of a run carries the ids that the server saw and made; a row of text is rendered here, one
+view for each assistant turn. A difference between served and rendered prompt is the first line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import html
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from eagle3lib.data.render import check_mask, render_turns
+from eagle3lib.data.template import ChatTemplate, RefusedTurn, compare_prompts, show_tail
+from eagle3lib.lab.errors import UserError
+
+_BOUNDARY_TOKENS = 6
+_RESET, _PROMPT = "\x1b[0m", "\x1b[2m"
+# Two shades, so that the borders between trained tokens are seen.
+_TRAINED = ("\x1b[30;42m", "\x1b[30;102m")
+_HTML_TRAINED = ("#b7e4c7", "#74c69d")
+
+
+@dataclass(frozen=True)
+class RowView:
+    """What is shown of one row. ``difference`` and ``problems`` are empty when all is well."""
+
+    title: str
+    prompt_token_ids: list[int]
+    answer_token_ids: list[int]
+    rendered_token_ids: list[int]  # the served prompt, as the template gives it; [] if unknown
+    difference: str
+    problems: list[str]
+    left_out: str  # why nothing of the row is trained
+    note: str
+
+
+def read_row(path: Path, number: int) -> dict[str, Any]:
+    """Row ``number`` of a JSONL file, counted from 1; blank lines don't count.
+
+    Raises ``UserError`` when there is no such file or row, or the line is no JSON object.
+    """
+    if not path.is_file():
+        raise UserError("there is no file of rows", expected="a JSONL file", where=path)
+    rows = 0
+    with path.open("rb") as file:  # split at b"\n" alone: answers contain U+2028
+        for line in file:
+            rows += bool(line.strip())
+            if rows == number and line.strip():
+                return _parse(line, path, number)
+    raise UserError(
+        f"there is no row {number}", expected=f"--row from 1 to {rows}" if rows else "rows",
+        where=path,
+    )  # fmt: skip
+
+
+def _parse(line: bytes, path: Path, number: int) -> dict[str, Any]:
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UserError(f"row {number} is not JSON: {error}", where=path) from None
+    messages = row.get("messages") if isinstance(row, dict) else None
+    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+        raise UserError(
+            f"row {number} has no messages",
+            expected='{"messages": [{"role": ..., "content": ...}]}, answered or of a run',
+            where=path,
+        )
+    return row
+
+
+def view_row(row: dict[str, Any], template: ChatTemplate, title: str) -> list[RowView]:
+    """A row of a run gives one view; a row of text one for each assistant turn.
+
+    Raises ``UserError`` when no turn of a text row can be trained on, with the reasons.
+    """
+    if isinstance(row.get("prompt_token_ids"), list):
+        return [_view_served(row, template, title)]
+    turns, rejects = render_turns(row["messages"], template, tools=row.get("tools") or None)
+    reasons = [f"{r.reason} ({r.detail})" if r.detail else r.reason for r in rejects]
+    if not turns:
+        raise UserError(f"{title} can't be trained on: {'; '.join(reasons)}")
+    return [
+        RowView(
+            title=f"{title}, message {turn.turn}",
+            prompt_token_ids=turn.prompt_token_ids,
+            answer_token_ids=turn.answer_token_ids,
+            rendered_token_ids=[],
+            difference="",
+            problems=reasons if turn is turns[0] else [],
+            left_out="",
+            note="rendered by the template, no served ids to compare with"
+            + (f"; not exact: {turn.note}" if turn.note else ""),
+        )
+        for turn in turns
+    ]
+
+
+def _view_served(row: dict[str, Any], template: ChatTemplate, title: str) -> RowView:
+    served, answer = row["prompt_token_ids"], row.get("answer_token_ids") or []
+    finish = row.get("finish_reason", "")
+    findings = check_mask(served, answer, template.stop_ids, finish_reason=finish)
+    problems = [f"{f.title} ({f.evidence})" for f in findings]
+    try:
+        rendered = _rendered_prompt(row, template)
+        difference = compare_prompts(rendered, served, template)
+        difference += _equal_with_thinking(row, template) if difference else ""
+    except RefusedTurn as error:
+        rendered, difference = [], f"the prompt can't be compared: {error}"
+    left_out = row.get("kept_apart") or ("looping" if row.get("looping") else "")
+    left_out = "held out" if row.get("split", "train") != "train" else left_out
+    note = f"finish reason {finish or 'unknown'}"
+    return RowView(title, served, answer, rendered, difference, problems, left_out, note)
+
+
+def _rendered_prompt(row: dict[str, Any], template: ChatTemplate) -> list[int]:
+    """The ids that the template gives for what the row asked, with the row's own switch."""
+    messages = row["messages"]
+    if messages and messages[-1].get("role") == "assistant":
+        messages = messages[:-1]
+    sampling = row.get("sampling")
+    switch = sampling.get("thinking") if isinstance(sampling, dict) else None
+    own = thinking_arguments({"on": True, "off": False}.get(switch))
+    asked = replace(template, arguments=own | template.arguments)
+    text = asked.render(_as_servers_read(messages), prompt=True, tools=row.get("tools") or None)
+    return template.ids(text)
+
+
+def _as_servers_read(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """vLLM hands a call's arguments, in requests a JSON string, to the template as an object."""
+    read = copy.deepcopy(messages)
+    for call in [c for m in read for c in m.get("tool_calls") or [] if isinstance(c, dict)]:
+        function = call.get("function")
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            with contextlib.suppress(json.JSONDecodeError):
+                function["arguments"] = json.loads(function["arguments"])
+    return read
+
+
+def _equal_with_thinking(row: dict[str, Any], template: ChatTemplate) -> str:
+    """Name the switch when it alone makes the difference: the most common cause of all."""
+    for word, value in (("on", True), ("off", False)):
+        switched = replace(template, arguments=template.arguments | thinking_arguments(value))
+        if _rendered_prompt(row, switched) == row["prompt_token_ids"]:
+            return f"\n  equal with thinking {word}: --{'' if value else 'no-'}thinking"
+    return ""
+
+
+def thinking_arguments(thinking: bool | None) -> dict[str, Any]:
+    """Qwen3 reads ``enable_thinking``, DeepSeek-V3.1 and Kimi-K2.5 ``thinking``; templates leave
+    unknown names alone."""
+    return {} if thinking is None else {"enable_thinking": thinking, "thinking": thinking}
+
+
+def row_text(view: RowView, template: ChatTemplate, *, colour: bool) -> str:
+    """The view for a terminal; trained tokens coloured, or in ``[[...]]`` without colour."""
+    prompt = _pieces(view.prompt_token_ids, template)
+    answer = _pieces(view.answer_token_ids, template)
+    lines = [*_headlines(view), "", *_tails(view, template), ""]
+    left = " ".join(repr(text) for text, _ in prompt[-_BOUNDARY_TOKENS:])
+    right = " ".join(repr(text) for text, _ in answer[:_BOUNDARY_TOKENS])
+    lines += [f"boundary: ... {left} || {right} ...", ""]
+    if colour:
+        body = _PROMPT + "".join(_printable(text) for text, _ in prompt) + _RESET
+        for index, (text, _) in enumerate(answer):
+            code = _TRAINED[index % 2]
+            body += code + _printable(text).replace("\n", f"{_RESET}\n{code}") + _RESET
+    else:
+        said = "".join(_printable(text) for text, _ in answer)
+        body = "".join(_printable(text) for text, _ in prompt) + f"[[{said}]]"
+    return "\n".join([*lines, body])
+
+
+def row_html(view: RowView, template: ChatTemplate) -> str:
+    """The view for a notebook; each token's ids stand in its tooltip."""
+
+    def spans(ids: list[int], style: tuple[str, ...]) -> str:
+        return "".join(
+            f'<span style="{style[index % len(style)]}" title="{" ".join(map(str, own))}">'
+            f"{html.escape(text)}</span>"
+            for index, (text, own) in enumerate(_pieces(ids, template))
+        )
+
+    head = "\n".join([*_headlines(view), *_tails(view, template)])
+    trained = tuple(f"background:{shade};color:#000" for shade in _HTML_TRAINED)
+    return (
+        f'<pre style="white-space:pre-wrap">{html.escape(head)}\n\n'
+        f"{spans(view.prompt_token_ids, ('opacity:.6',))}"
+        f"{spans(view.answer_token_ids, trained)}</pre>"
+    )
+
+
+def _headlines(view: RowView) -> list[str]:
+    prompt, answer = len(view.prompt_token_ids), len(view.answer_token_ids)
+    lines = [view.difference] if view.difference else []
+    lines += [f"PROBLEM: {problem}" for problem in view.problems]
+    lines.append(
+        f"{view.title}: {prompt + answer} tokens, {prompt} prompt (not trained), "
+        f"{answer} answer ({f'{view.left_out}, not trained' if view.left_out else 'trained'}); "
+        f"{view.note}"
+    )
+    if view.rendered_token_ids and not view.difference:
+        lines.append("prompt ids: equal to the template's own rendering")
+    return lines
+
+
+def _tails(view: RowView, template: ChatTemplate) -> list[str]:
+    """The last 20 prompt ids of both sides; a difference has shown them already."""
+    if view.rendered_token_ids and view.difference:
+        return []
+    lines = [f"last prompt ids, as in the row:   {show_tail(view.prompt_token_ids, template)}"]
+    if view.rendered_token_ids:
+        rendered = show_tail(view.rendered_token_ids, template)
+        lines.append(f"last prompt ids, by the template: {rendered}")
+    return lines
+
+
+def _pieces(ids: list[int], template: ChatTemplate) -> list[tuple[str, list[int]]]:
+    """(text, its ids): one token each, several where a character is spread over tokens."""
+    pieces: list[tuple[str, list[int]]] = []
+    waiting: list[int] = []
+    for token in ids:
+        waiting.append(token)
+        text = template.decode(waiting)
+        # An unfinished character decodes to U+FFFD; four bytes are the longest, so no more wait.
+        if not text.endswith("\ufffd") or len(waiting) >= 4:
+            pieces.append((text, waiting))
+            waiting = []
+    return [*pieces, (template.decode(waiting), waiting)] if waiting else pieces
+
+
+def _printable(text: str) -> str:
+    """A row's own escape sequences must not steer the terminal that shows it."""
+    return "".join(c if c in "\n\t" or c.isprintable() or ord(c) > 0x9F else "�" for c in text)
