@@ -16,7 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from eagle3lib.data.render import check_mask, render_turns
-from eagle3lib.data.template import ChatTemplate, RefusedTurn, compare_prompts, show_tail
+from eagle3lib.data.template import (
+    ChatTemplate,
+    RefusedTurn,
+    compare_prompts,
+    load_chat_template,
+    show_tail,
+)
 from eagle3lib.lab.errors import UserError
 
 _BOUNDARY_TOKENS = 6
@@ -237,3 +243,15 @@ def _pieces(ids: list[int], template: ChatTemplate) -> list[tuple[str, list[int]
 def _printable(text: str) -> str:
     """A row's own escape sequences must not steer the terminal that shows it."""
     return "".join(c if c in "\n\t" or c.isprintable() or ord(c) > 0x9F else "�" for c in text)
+
+
+def show_row(path: Path, number: int, target_folder: Path, stop_ids: list[int]) -> str:
+    """HTML of a served row for a notebook; the reason in its place where the target's template
+    can't be loaded here (a tokenizer that needs remote code, say): the row itself is none the
+    worse."""
+    row = read_row(path, number)
+    try:
+        template = load_chat_template(target_folder, stop_ids)
+    except UserError as error:
+        return f"<pre>{html.escape(str(error))}</pre>"
+    return row_html(view_row(row, template, f"row {number}")[0], template)
