@@ -16,7 +16,8 @@ import nbformat
 
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.machine import ROOT
-from eagle3lib.lab.params import PHASES, PhaseParams
+from eagle3lib.lab.params import PhaseParams
+from eagle3lib.lab.profile import load_profile
 
 NOTEBOOKS = ROOT / "notebooks"
 # Papermill's and nbconvert's terminals can't draw: the MIME type keeps the figure's data in the
@@ -29,25 +30,26 @@ class NotebookError(RuntimeError):
     report."""
 
 
-def parameter_cell(model: type[PhaseParams]) -> str:
-    """One parameter a line with type, default and help, as papermill's line regex reads it."""
+def parameter_cell(demo: PhaseParams) -> str:
+    """One parameter a line with type, value and help, as papermill's line regex reads it.
+
+    The values are the demo's: a notebook that is opened and run as it is makes the demo run.
+    """
     lines = []
-    for name, field in model.model_fields.items():
-        default = field.default
-        shown = (
-            json.dumps(default, ensure_ascii=False) if isinstance(default, str) else repr(default)
-        )
-        lines.append(f"{name}: {type(default).__name__} = {shown}  # {field.description}")
+    for name, field in type(demo).model_fields.items():
+        value = getattr(demo, name)
+        shown = json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+        lines.append(f"{name}: {type(value).__name__} = {shown}  # {field.description}")
     return "\n".join(lines)
 
 
 def write_parameter_cells(*, check_only: bool = False) -> list[str]:
-    """Bring every phase notebook's ``parameters`` cell in step with its model.
+    """Bring every phase notebook's ``parameters`` cell in step with its model and the demo.
 
     Returns the names of the notebooks that were (with ``check_only``: would be) changed.
     """
     changed = []
-    for phase, model in PHASES.items():
+    for phase, demo in load_profile("demo").items():
         path = NOTEBOOKS / f"{phase}.ipynb"
         notebook = read_notebook(path)
         cells = [c for c in notebook.cells if "parameters" in c.metadata.get("tags", [])]
@@ -55,11 +57,11 @@ def write_parameter_cells(*, check_only: bool = False) -> list[str]:
             raise UserError(
                 f"{len(cells)} cells are tagged 'parameters'", expected="one", where=path
             )
-        if cells[0].source == parameter_cell(model):
+        if cells[0].source == parameter_cell(demo):
             continue
         changed.append(path.name)
         if not check_only:
-            cells[0].source = parameter_cell(model)
+            cells[0].source = parameter_cell(demo)
             path.write_text(nbformat.writes(notebook) + "\n", encoding="utf-8")
     return changed
 

@@ -10,6 +10,7 @@ import pytest
 
 from eagle3lib.lab.notebooks import NOTEBOOKS, parameter_cell, write_parameter_cells
 from eagle3lib.lab.params import PHASES
+from eagle3lib.lab.profile import load_profile
 
 FILES = sorted(NOTEBOOKS.glob("*.ipynb"))
 FORBIDDEN = re.compile(
@@ -38,7 +39,7 @@ def test_stripped_and_on_the_common_kernel(path):
 def test_one_parameters_cell_equal_to_the_model(path):
     cells = [c for c in code_cells(path) if "parameters" in c.metadata.get("tags", [])]
     assert len(cells) == 1
-    assert cells[0].source == parameter_cell(PHASES[path.stem])
+    assert cells[0].source == parameter_cell(load_profile("demo")[path.stem])
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
