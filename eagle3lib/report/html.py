@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import nbformat
 import plotly.io
+from pygments.formatters import HtmlFormatter
 from traitlets.config import Config
 
 from eagle3lib.lab.files import write_text
 
+_HERE = Path(__file__).parent
 _PLOTLY_MIME = "application/vnd.plotly.v1+json"
 
 
@@ -27,13 +31,26 @@ def render_notebook(notebook: Path, html: Path, *, plotly_js: bool | str = True)
     config = Config()
     config.TagRemovePreprocessor.enabled = True
     config.TagRemovePreprocessor.remove_input_tags = {"hide-input"}
-    exporter = HTMLExporter(config=config)
+    # nbconvert's full templates bring 280 kB of styles and load scripts from a CDN; "basic" is the
+    # content alone, set in the run page's own style.
+    exporter = HTMLExporter(config=config, template_name="basic")
     exporter.exclude_input_prompt = exporter.exclude_output_prompt = True
-    # nbconvert would load both from a CDN; nothing here needs them.
-    exporter.require_js_url = exporter.mathjax_url = ""
     body, _ = exporter.from_notebook_node(node)
-    write_text(html, body)
+    write_text(html, page_template("notebook.html.j2").render(title=notebook.stem, body=body))
     return html
+
+
+def page_template(
+    name: str, filters: dict[str, Callable[[Any], str]] | None = None
+) -> jinja2.Template:
+    """A page of this room; every one is set in ``style.css`` and the colours of code cells."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_HERE), autoescape=True, trim_blocks=True
+    )
+    environment.filters |= filters or {}
+    code = HtmlFormatter().get_style_defs(".highlight")
+    environment.globals["style"] = (_HERE / "style.css").read_text(encoding="utf-8") + code
+    return environment.get_template(name)
 
 
 def _draw_figures(node: Any, plotly_js: bool | str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import plotly.io
 
 from eagle3lib.lab.errors import UserError
@@ -16,9 +15,7 @@ from eagle3lib.lab.run import outdated_by, run_folder
 from eagle3lib.measure.arms import OWN, PLAIN, read_requests
 from eagle3lib.measure.summary import check_benchmark, interval_text
 from eagle3lib.report.figures import acceptance_per_step, arms_bars, heldout_curves
-from eagle3lib.report.html import render_run
-
-_TEMPLATE = Path(__file__).with_name("page.html.j2")
+from eagle3lib.report.html import page_template, render_run
 
 
 def build_page(run: str, *, copy_to: Path | None = None) -> Path:
@@ -40,7 +37,7 @@ def build_page(run: str, *, copy_to: Path | None = None) -> Path:
     place, plotly_js = (copy_to, "cdn") if copy_to else (folder, True)
     render_run(folder, place / "reports", plotly_js=plotly_js)
     content = _content(folder, metrics, plotly_js)
-    page = _environment().get_template(_TEMPLATE.name).render(**content)
+    page = page_template("page.html.j2", _FILTERS).render(**content)
     write_text(place / "index.html", page)
     return place / "index.html"
 
@@ -140,16 +137,6 @@ def _state(folder: Path, name: str, started: bool) -> str:
     return f"out of date: {', '.join(changed)} changed" if changed else "done"
 
 
-def _environment() -> jinja2.Environment:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_TEMPLATE.parent), autoescape=True, trim_blocks=True
-    )
-    environment.filters["interval"] = interval_text
-    environment.filters["size"] = lambda n: "" if n is None else _size(n)
-    environment.filters["duration"] = lambda s: "" if s is None else _duration(s)
-    return environment
-
-
 def _size(count: float) -> str:
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
@@ -162,3 +149,10 @@ def _duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+_FILTERS = {
+    "interval": interval_text,
+    "size": lambda count: "" if count is None else _size(count),
+    "duration": lambda seconds: "" if seconds is None else _duration(seconds),
+}

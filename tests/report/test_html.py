@@ -1,0 +1,77 @@
+"""Rendered notebooks and pages: figures without a network, code hidden where it says nothing."""
+
+from __future__ import annotations
+
+import re
+
+import nbformat
+import plotly.graph_objects as go
+import pytest
+
+from eagle3lib.lab.errors import UserError
+from eagle3lib.report.figures import round_agreement, training_curves
+from eagle3lib.report.html import render_notebook
+from eagle3lib.report.page import build_page
+
+MIME = "application/vnd.plotly.v1+json"
+
+
+def figure_output():
+    figure = go.Figure(go.Scatter(x=[1, 2], y=[3, 4], name="a line"))
+    return nbformat.v4.new_output("display_data", {MIME: figure.to_plotly_json()})
+
+
+def notebook_with(*outputs):
+    notebook = nbformat.v4.new_notebook()
+    shown = nbformat.v4.new_code_cell(
+        "epochs: int = 3  # passes", metadata={"tags": ["parameters"]}
+    )
+    hidden = nbformat.v4.new_code_cell("draw_it()", metadata={"tags": ["hide-input"]})
+    hidden.outputs = list(outputs)
+    notebook.cells = [nbformat.v4.new_markdown_cell("# Title"), shown, hidden]
+    return notebook
+
+
+@pytest.fixture
+def rendered(tmp_path):
+    def render(*outputs, **options):
+        nbformat.write(notebook_with(*outputs), tmp_path / "n.ipynb")
+        return render_notebook(tmp_path / "n.ipynb", tmp_path / "n.html", **options).read_text()
+
+    return render
+
+
+def without_scripts(text):
+    return re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
+
+
+def test_two_figures_are_drawn_and_the_library_is_there_once(rendered):
+    """Plotly 6 leaves only a MIME type that nbconvert does not draw: the page had no figure."""
+    text = rendered(figure_output(), figure_output())
+    assert text.count('class="plotly-graph-div"') == 2
+    assert 3e6 < len(text) < 8e6
+    assert "http" not in without_scripts(text)
+    assert 'src="http' not in text
+
+
+def test_a_small_copy_takes_the_library_from_its_cdn(rendered):
+    text = rendered(figure_output(), figure_output(), plotly_js="cdn")
+    assert len(text) < 60_000
+    assert text.count('src="https://cdn.plot.ly') == 1
+
+
+def test_parameters_are_shown_and_other_code_is_not(rendered):
+    text = without_scripts(rendered())
+    assert "# passes" in text
+    assert "draw_it" not in text
+
+
+def test_a_run_that_is_not_there_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("EAGLE3_OUTPUTS", str(tmp_path))
+    with pytest.raises(UserError, match="no run 'nothing'"):
+        build_page("nothing")
+
+
+def test_figures_of_nothing_are_empty_not_errors():
+    assert len(training_curves([]).data) == 0
+    assert round_agreement([]).data[0].z is None or len(round_agreement([]).data[0].z) == 0
