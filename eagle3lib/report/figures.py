@@ -223,3 +223,21 @@ def round_agreement(answers: list[Any]) -> go.Figure:
     )
     title = "Rounds: equal (blue), cut last round (orange), parted (red)"
     return _styled(figure, title, "round", "answer", height=120 + 18 * len(answers))
+
+
+def ngram_bars(table: pd.DataFrame) -> go.Figure:
+    """The commonest word runs by the share of answers that hold them."""
+    lines = table.iloc[::-1]
+    figure = go.Figure(
+        go.Bar(
+            x=lines.share,
+            y=lines.words,
+            orientation="h",
+            marker_color=BLUE,
+            customdata=lines.answers,
+            hovertemplate="%{y}: %{customdata} answers, %{x:.1%}<extra></extra>",
+        )
+    )
+    figure.update_xaxes(tickformat=".0%")
+    figure = _styled(figure, "Commonest word runs", "share of answers", "", 120 + 22 * len(lines))
+    return figure.update_yaxes(automargin=True)
