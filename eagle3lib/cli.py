@@ -130,8 +130,9 @@ def _run_name(profile_or_run: str) -> str:
 
 def main() -> None:
     """Exit codes: 0 done, 1 a phase failed, 2 a mistake in what was asked, 130 interrupted."""
-    # The kernel's notice that its ports are not encrypted: harmless on loopback.
-    logging.getLogger("traitlets").setLevel(logging.ERROR)
+    # On Ctrl-C the notebook client's tasks die with their kernel, and asyncio logs each one's
+    # traceback; what a cell raised comes to us as an exception of its own.
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL + 1)
     try:
         app()
     except UserError as error:
