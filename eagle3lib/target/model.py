@@ -37,7 +37,9 @@ def record_states(model: Any, slots: tuple[int, ...]) -> Iterator[list[Tensor]]:
     ``hidden_states[slot]``, and what ``hidden_states[-1]`` is not (that one is after the norm).
     """
     decoder = model.model
-    modules = [decoder.layers[slot] for slot in slots] + [decoder.norm]
+    # Slot n, "before layer n", is the input of the final norm (vLLM counts it so too).
+    before = [*decoder.layers, decoder.norm]
+    modules = [before[slot] for slot in slots] + [decoder.norm]
     recorded: list[Tensor] = []
 
     def keep(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from eagle3lib.drafter.align import base_span
 from eagle3lib.drafter.model import PackedRows
 from eagle3lib.drafter.simulate import Conversation
 from eagle3lib.lab.errors import UserError
-from eagle3lib.target.states import StateEntry, StateStore
+from eagle3lib.target.states import StateEntry, StateRow, StateStore
 
 
 @dataclass(frozen=True)
@@ -55,15 +55,8 @@ def epoch_batches(
 
 
 def load_batch(store: StateStore, entries: list[StateEntry]) -> Batch:
-    rows = [store.row(entry) for entry in entries]
+    rows = [_checked(store, entry) for entry in entries]
     states = torch.cat([row.slots for row in rows])
-    for row in rows:
-        if not torch.isfinite(row.slots).all() or not torch.isfinite(row.last).all():
-            raise UserError(
-                f"conversation {row.entry.id}: states are not finite",
-                where=store.folder / row.entry.shard,
-                next="delete the shard and run the capture again",
-            )
     packed = PackedRows.pack(
         [row.token_ids for row in rows], [row.entry.prompt_tokens for row in rows]
     )
@@ -72,9 +65,20 @@ def load_batch(store: StateStore, entries: list[StateEntry]) -> Batch:
     )
 
 
+def _checked(store: StateStore, entry: StateEntry) -> StateRow:
+    row = store.row(entry)
+    if not torch.isfinite(row.slots).all() or not torch.isfinite(row.last).all():
+        raise UserError(
+            f"conversation {entry.id}: states are not finite",
+            where=store.folder / entry.shard,
+            next="delete the shard and run the capture again",
+        )
+    return row
+
+
 def conversations(store: StateStore, entries: list[StateEntry]) -> list[Conversation]:
     """For the simulator."""
     return [
         Conversation(row.token_ids, row.entry.prompt_tokens, row.slots)
-        for row in store.rows(entries)
+        for row in (_checked(store, entry) for entry in entries)
     ]

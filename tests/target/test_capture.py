@@ -51,6 +51,14 @@ def test_any_slots(tiny_model, slots):
     close(states[:, :-1], torch.stack([hidden[slot][0] for slot in slots], dim=1))
 
 
+def test_the_slot_after_the_last_layer_is_the_pre_norm_state(tiny_model):
+    """Engines allow "before layer n"; HF's hidden_states[n] is after the norm and would be
+    wrong."""
+    states = forward_states(tiny_model, [[1, 17, 230, 4]], (2, 10))[0]
+    assert states.shape[1] == 3
+    assert torch.equal(states[:, 1], states[:, 2])
+
+
 def test_padding_changes_nothing(tiny_model):
     rng = random.Random(1)
     rows = [[rng.randrange(300) for _ in range(length)] for length in (3, 11, 7, 1)]

@@ -341,9 +341,11 @@ def spoil_shard(states, folder, entry, value):
     return folder
 
 
+@pytest.mark.parametrize("split", ["train", "heldout"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_nan_in_a_shard_is_named(params, folders, tiny_target, tiny_states, tmp_path, value):
-    bad = trainable(StateStore(tiny_states).select(split="train"))[0][3]
+def test_nan_in_a_shard_is_named(params, folders, tiny_target, tiny_states, tmp_path, value, split):
+    """Also one that is only evaluated on: NaN would quietly count as a rejected draft."""
+    bad = trainable(StateStore(tiny_states).select(split=split))[0][-1]
     states = spoil_shard(tiny_states, tmp_path / "spoilt", bad, value)
     with pytest.raises(UserError, match=rf"(?s)conversation {bad.id}: .*{bad.shard}"):
         Trainer(params(), tiny_target, folders(states=states)).run()
