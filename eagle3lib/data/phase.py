@@ -14,7 +14,7 @@ import pandas as pd
 
 from eagle3lib.data.generate import generate_answers
 from eagle3lib.data.near import drop_near_duplicates
-from eagle3lib.data.prompts import READING, Prompt, Reject, read_source, write_read_rejects
+from eagle3lib.data.prompts import Prompt, Reject, read_source, write_read_rejects
 from eagle3lib.data.rows import REASONING_KINDS, AnswerRow, read_answers, read_rejects
 from eagle3lib.data.turns import Conversation, Sampling
 from eagle3lib.engine.client import Client
@@ -104,7 +104,7 @@ def answer_all(phase: Phase, cfg: GenerateParams, sets: PromptSets, target: Path
         **describe_answers(
             rows,
             sets.rejects,
-            [row for row in read_rejects(phase.folder) if row.get("stage") != READING],
+            read_rejects(phase.folder),
         ),
         "surplus_answers": len(read_jsonl(phase.folder / "surplus.jsonl")),
         "server_ready_s": round(ready_s, 1),

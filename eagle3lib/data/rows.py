@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from eagle3lib.data.prompts import READING
 from eagle3lib.lab.files import read_jsonl
 
 CUT, LOOPING, EMPTY = "cut by the length limit", "looping", "empty"  # why a row is kept apart
@@ -88,7 +89,8 @@ def read_rejects(folder: Path) -> list[dict[str, str]]:
     """Refused prompts with their reasons, the last word on each: some were asked again later."""
     rows: dict[str, dict[str, str]] = {}
     for number, row in enumerate(read_jsonl(folder / "rejects.jsonl")):
-        rows[row.get("id") or f"row {number}"] = row
+        if row.get("stage") != READING:  # what could not be read was never asked
+            rows[row.get("id") or f"row {number}"] = row
     return list(rows.values())
 
 

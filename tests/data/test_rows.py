@@ -6,8 +6,10 @@ from dataclasses import asdict
 import pytest
 
 from eagle3lib.data.export import export_dataset, read_dataset
-from eagle3lib.data.rows import AnswerRow, json_line, read_answers, row_id
+from eagle3lib.data.prompts import Reject, write_read_rejects
+from eagle3lib.data.rows import AnswerRow, json_line, read_answers, read_rejects, row_id
 from eagle3lib.lab.errors import UserError
+from eagle3lib.lab.files import read_jsonl
 
 FAMILY = "\U0001f469\u200d\U0001f469\u200d\U0001f467"  # one picture out of five code points
 ODD = ["", "\u2028\u2029\x85", "\x00\x1f\x7f", "🙂" + FAMILY, "\ufeff bom", "a\r\nb\rc", "\ufffd",
@@ -85,3 +87,10 @@ def test_ids_of_turns_and_repeats_are_all_different():
     ids = {row_id("ab", r, t, turns=3) for r in range(3) for t in range(3)}
     assert len(ids) == 9 and {"ab", "ab-1", "ab-2", "ab.0", "ab-1.1"} <= ids
     assert row_id("ab", 0, 0, turns=1) == "ab"
+
+
+def test_rows_that_could_not_be_read_are_no_refusals(tmp_path):
+    """They stand in the same file as what the server refused, which alone counts in its share."""
+    write_read_rejects(tmp_path, [Reject("p.jsonl:2", "not UTF-8"), Reject("p.jsonl:3", "empty")])
+    assert read_rejects(tmp_path) == []
+    assert len(read_jsonl(tmp_path / "rejects.jsonl")) == 2
