@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from eagle3lib.drafter.checks import check_drafter_config
+from eagle3lib.drafter.checks import check_drafter_config, check_servable
 from eagle3lib.drafter.config import DrafterConfig
 from eagle3lib.drafter.model import Drafter
-from eagle3lib.drafter.read_config import read_drafter_config
+from eagle3lib.drafter.read_config import check_config_file, read_drafter_config
 from eagle3lib.drafter.vocab import VocabMap, check_offsets, check_vocab_map
 from eagle3lib.drafter.weights import WEIGHTS, read_weights
 from eagle3lib.lab.errors import UserError
-from eagle3lib.lab.files import write_json
+from eagle3lib.lab.files import read_json, write_json
 from eagle3lib.lab.finding import Finding, raise_errors
 
 _EMBEDDING = "embed_tokens.weight"
@@ -66,6 +66,28 @@ def read_drafter(
     drafter = Drafter(config)
     drafter.load_state_dict(tensors)
     return drafter.to(dtype).eval()
+
+
+def check_drafter_folder(folder: Path, target_config: dict[str, Any]) -> list[Finding]:
+    """Everything that is wrong or to be known about a drafter's folder, warnings included, for
+    people; ``read_drafter`` raises the errors among them."""
+    path = folder / "config.json"
+    findings = check_config_file(read_json(path), target_config["num_hidden_layers"], str(path))
+    if any(f.severity == "error" for f in findings):
+        return findings
+    config = read_drafter_config(folder, target_config["num_hidden_layers"])
+    tensors, where = read_weights(folder)
+    own = {_EMBEDDING: tensors[_EMBEDDING]} if _EMBEDDING in tensors else {}
+    config = replace(config, own_embeddings=bool(own))
+    findings += check_drafter_config(config, target_config) + check_servable(config)
+    shapes = expected_shapes(config)
+    absent = {k: torch.empty(shapes[k], device="meta") for k in (_EMBEDDING, "d2t", "t2d")}
+    findings += check_tensors(config, absent | tensors, where)
+    if "d2t" in tensors and "t2d" in tensors:
+        findings += check_vocab_map(tensors["d2t"], tensors["t2d"], where)
+    elif "d2t" in tensors:
+        findings += check_offsets(tensors["d2t"], config.vocab_size, where)
+    return findings
 
 
 def _same(own: Tensor, target: Tensor) -> bool:
