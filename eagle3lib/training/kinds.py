@@ -58,8 +58,10 @@ def teacher_rows(
     negentropy = (weights * scaled).sum(-1) / total[:, 0] - log_total
     log_mass = torch.zeros_like(log_total)
     if full_logsumexp is not None:
-        # Rounding may put the logsumexp of the part above that of the whole.
-        log_mass = (peak[:, 0] + log_total - full_logsumexp.to(peak.dtype)).clamp(max=0.0)
+        # Rounding may put the logsumexp of the part above that of the whole. Positions that count
+        # have the target's likeliest token, so a mass of 1/V at least: the floor is for others.
+        log_mass = peak[:, 0] + log_total - full_logsumexp.to(peak.dtype)
+        log_mass = log_mass.clamp(min=-60.0, max=0.0)
     if kind == "rkl":
         out.copy_(scaled.add_((log_mass - log_total)[:, None]))
     else:
@@ -109,7 +111,9 @@ def drafter_rows(
 
 
 def _overlap(kind: str, p: Tensor, q: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    below = (q < p).to(q.dtype)
+    # Where both are the same but for rounding, either side's derivative will do, but the same one:
+    # else a drafter that is the target would be pushed about by noise.
+    below = (q < p * (1 - 64 * torch.finfo(p.dtype).eps)).to(q.dtype)
     gradient = q * ((q * below).sum(-1, keepdim=True) - below)
     if kind == "tv":
         return 1 - alpha, torch.ones_like(alpha), gradient
