@@ -10,6 +10,7 @@ was killed repeats at most ``checkpoint_every`` epochs and then continues on the
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import time
@@ -36,7 +37,16 @@ from eagle3lib.target.model import TargetHead
 from eagle3lib.target.states import StateStore
 from eagle3lib.training.data import Batch, conversations, epoch_batches, load_batch, trainable
 from eagle3lib.training.evaluate import NgramBaseline, evaluate
-from eagle3lib.training.loss import StepCounts, make_teacher, step_loss
+from eagle3lib.training.loss import (
+    StepCounts,
+    StepLabels,
+    Teacher,
+    draft_ids,
+    label_steps,
+    step_counts,
+    step_scale,
+    ttt_loss,
+)
 
 _WEIGHTS, _OPTIMIZER = "drafter.safetensors", "optimizer.pt"
 
@@ -116,7 +126,8 @@ class Trainer:
                 where=folders.states,
                 expected="answers of at least two tokens",
             )
-        self.greedy = self._teacher_tokens()
+        self.draft_of = draft_ids(self.drafter.t2d)
+        self.greedy, self.full_logsumexp = self._teacher_tokens()
         self.heldout = {
             name: conversations(
                 self.store, trainable(self.store.select(split="heldout", set=name))[0]
@@ -131,16 +142,17 @@ class Trainer:
         self.optimizer, self.schedule = self._optimizer()
         self.step, self.epoch, self.best_length, self.seconds = 0, 0, 0.0, 0.0
 
-    def _teacher_tokens(self) -> dict[str, Tensor]:
-        """The target's greedy next token after each state of every training conversation, made
-        once: the full head over every epoch would cost more than the drafter's own."""
-        tokens = {}
+    def _teacher_tokens(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The target's greedy next token after each state of every training conversation, and the
+        logsumexp of its logits, made once: the full head over every epoch would cost more than the
+        drafter's own."""
+        tokens, sums = {}, {}
         for row in self.store.rows(self.train_rows):
             start = row.entry.prompt_tokens - 1
-            whole = torch.full((row.entry.tokens,), -1)
-            whole[start:] = self.head.greedy(row.last[start:].float())
-            tokens[row.entry.id] = whole
-        return tokens
+            greedy, total = self.head.greedy_and_logsumexp(row.last[start:].float())
+            tokens[row.entry.id] = torch.nn.functional.pad(greedy, (start, 0), value=-1)
+            sums[row.entry.id] = torch.nn.functional.pad(total, (start, 0))
+        return tokens, sums
 
     def _optimizer(self) -> tuple[torch.optim.Optimizer, Any]:
         """AdamW, no decay on norms; linear warm-up, then cosine to zero."""
@@ -176,24 +188,8 @@ class Trainer:
     def _update(self, entries: list[Any], epoch: int) -> dict[str, Any]:
         started = time.perf_counter()
         self.drafter.train()
-        losses, counts = self._losses(load_batch(self.store, entries)) if entries else ([], [])
-        # Sums of all ranks: the mean is over all their positions, and so are the logged numbers.
-        counts = [
-            self._over_ranks(c) for c in counts or [StepCounts(0, 0, 0, 0.0)] * self.cfg.steps
-        ]
+        counts = self._gradients(load_batch(self.store, entries) if entries else None)
         tokens = int(self._sum_over_ranks([float(sum(e.tokens for e in entries))])[0])
-        weights = [self.cfg.step_weight**k for k in range(self.cfg.steps)]
-        scale = [w / sum(weights) / max(c.inside, 1) for w, c in zip(weights, counts, strict=True)]
-        self.optimizer.zero_grad(set_to_none=True)
-        if losses:
-            total = torch.stack([loss * s for loss, s in zip(losses, scale, strict=True)]).sum()
-            if not torch.isfinite(total):
-                raise UserError(
-                    f"the loss is {float(total)} at update {self.step}",
-                    where=self.folders.metrics,
-                    next="lower learning_rate; the last good checkpoint is kept",
-                )
-            total.backward()
         norm = self._reduce_and_clip()
         self.optimizer.step()
         rate = self.schedule.get_last_lr()[0]
@@ -214,22 +210,46 @@ class Trainer:
             "steps": [_shown(c) for c in counts],
         }
 
-    def _losses(self, batch: Batch) -> tuple[list[Tensor], list[StepCounts]]:
-        greedy = torch.cat([self.greedy[i] for i in batch.ids])
-        normed = self.head.normed(batch.last.float())
+    def _gradients(self, batch: Batch | None) -> list[StepCounts]:
+        """Gradients of this rank's share of the loss, and the counts of all ranks."""
+        steps, labels = self.cfg.steps, None
+        if batch is not None:
+            greedy = torch.cat([self.greedy[i] for i in batch.ids])
+            labels = label_steps(batch.rows, greedy, self.draft_of, steps)
+        # The mean is over all ranks' positions; who counts is known before the forward.
+        inside = self._sum_over_ranks(
+            [float(n) for n in (labels.inside if labels else [0] * steps)]
+        )
+        weights = [self.cfg.step_weight**k for k in range(steps)]
+        scale = step_scale([int(n) for n in inside], weights)
+        self.optimizer.zero_grad(set_to_none=True)
+        counts = [StepCounts(0, 0, 0, 0.0, 0.0)] * steps
+        if batch is not None and labels is not None:
+            loss, sums = self._loss(batch, labels, scale)
+            if not torch.isfinite(loss):
+                raise UserError(
+                    f"the loss is {float(loss)} at update {self.step}",
+                    where=self.folders.metrics,
+                    next="lower learning_rate; the last good checkpoint is kept",
+                )
+            loss.backward()
+            counts = step_counts(labels, sums)
+        return [self._over_ranks(c) for c in counts]
+
+    def _loss(self, batch: Batch, labels: StepLabels, scale: list[float]) -> tuple[Tensor, Tensor]:
+        whole = torch.cat([self.full_logsumexp[i] for i in batch.ids])
+        teacher = Teacher(self.head.normed(batch.last.float()), self.draft_head, whole)
         with torch.autocast("cpu", torch.bfloat16, enabled=self.cfg.precision == "bfloat16"):
-            teacher = make_teacher(batch.rows, normed, greedy, self.draft_head, self.cfg.steps)
             made = unroll(
                 self.drafter, batch.rows, batch.states.float(), self.cfg.steps, feed="truth"
             )
-            pairs = [step_loss(self.drafter, batch.rows, m, teacher, k) for k, m in enumerate(made)]
-        return [loss for loss, _ in pairs], [count for _, count in pairs]
+            return ttt_loss(self.drafter, made, labels, teacher, scale)
 
     def _over_ranks(self, own: StepCounts) -> StepCounts:
-        positions, inside, right, loss_sum = self._sum_over_ranks(
-            [float(n) for n in (own.positions, own.inside, own.right, own.loss_sum)]
+        positions, inside, right, *sums = self._sum_over_ranks(
+            [float(n) for n in dataclasses.astuple(own)]
         )
-        return StepCounts(int(positions), int(inside), int(right), loss_sum)
+        return StepCounts(int(positions), int(inside), int(right), *sums)
 
     def _sum_over_ranks(self, values: list[float]) -> list[float]:
         if self.world == 1:
@@ -335,4 +355,5 @@ def _shown(count: StepCounts) -> dict[str, Any]:
         "inside": count.inside,
         "right": count.right,
         "loss": round(count.loss_sum / max(count.inside, 1), 4),
+        "overlap": round(count.overlap_sum / max(count.inside, 1), 4),
     }
