@@ -5,14 +5,13 @@ first part is one ``flex_attention`` over the packed keys, under one block mask 
 steps; the chain is at most K dot products a query. Both are softmaxes over parts of one row, so
 they merge by their log-sum-exps (as in flash-decoding)::
 
-    out = (e^a * read_target + sum_j e^(s_j) * v_j) / (e^a + sum_j e^(s_j))     a = lse of target part
+    out = (e^a * read_target + sum_j e^(s_j) * v_j) / (e^a + sum_j e^(s_j))      a: its lse
 
 Cost: nothing is padded to the longest conversation, and no [positions, keys] matrix exists.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -20,14 +19,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from eagle3lib.drafter.model import PackedRows
+from eagle3lib.drafter.attention import Attend
+from eagle3lib.drafter.rows import PackedRows
 
 _BLOCK = 128  # flex_attention's own block size
 
 
-def flex_chain_attention(
-    scale: float, rows: PackedRows, keys: Tensor, values: Tensor
-) -> Callable[[Tensor, Tensor, Tensor, int], Tensor]:
+def flex_chain_attention(scale: float, rows: PackedRows, keys: Tensor, values: Tensor) -> Attend:
     """``keys`` [N, kv, dk] and ``values`` [N, kv, dv] of all tokens -> ``attend(query [P, heads,
     dk], key [P, kv, dk], value [P, kv, dv], step)`` -> [P, heads * dv].
 
