@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from eagle3lib.drafter.attention import Attend
 from eagle3lib.drafter.rows import PackedRows
@@ -39,16 +39,19 @@ def flex_chain_attention(scale: float, rows: PackedRows, keys: Tensor, values: T
     def attend(query: Tensor, key: Tensor, value: Tensor, step: int) -> Tensor:
         if step > 0:
             chain.append((key, value))
-        read, lse = _flex()(
+        read, aux = _flex()(
             query.transpose(0, 1).unsqueeze(0),
             k_target,
             v_target,
             block_mask=mask,
             scale=scale,
             enable_gqa=query.shape[1] != keys.shape[1],
-            return_lse=True,
+            return_aux=AuxRequest(lse=True),
         )
-        read, lse = read[0].transpose(0, 1), lse[0].transpose(0, 1)  # [P, heads, dv], [P, heads]
+        read, lse = (
+            read[0].transpose(0, 1),
+            aux.lse[0].transpose(0, 1),
+        )  # [P, heads, dv], [P, heads]
         if not chain:
             return read.flatten(1)
         own_keys = torch.stack([k for k, _ in chain], 1)
@@ -96,9 +99,6 @@ def _interval_mask(first: Tensor, last: Tensor, keys: int) -> BlockMask:
     whole = (starts.amax(1)[:, None] <= begin) & (ends.amin(1)[:, None] >= end)
     whole &= (begin + _BLOCK <= keys)[None]  # a ragged last block is masked by the kernel's own
 
-    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (first[q] <= k) & (k <= last[q])
-
     partial_counts, partial_order = _listed(touched & ~whole)
     full_counts, full_order = _listed(whole)
     return BlockMask.from_kv_blocks(
@@ -107,7 +107,8 @@ def _interval_mask(first: Tensor, last: Tensor, keys: int) -> BlockMask:
         full_counts,
         full_order,
         BLOCK_SIZE=_BLOCK,
-        mask_mod=visible,
+        # A lambda: type checks at run time wrap functions, and a mask's must be traced.
+        mask_mod=lambda b, h, q, k: (first[q] <= k) & (k <= last[q]),
         seq_lengths=(queries, keys),
     )
 
