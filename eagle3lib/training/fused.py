@@ -121,7 +121,7 @@ class _Walk:
     ):
         self.spec, self.compute, self.wanted = spec, compute, wanted
         self.norm, self.hidden, self.weight = norm, hidden, weight
-        self.on_cpu = weight.device.type == "cpu"
+        self.on_cpu = _on_cpu(weight)
         self.wide = torch.float64 if compute == torch.float64 else torch.float32
         self.head = weight.detach().to(compute)
         self.teacher_head = spec.draft_head.to(compute)
@@ -257,6 +257,10 @@ class _Walk:
             self.of_head.addmm_(x.T, gradient)
         else:
             self.of_head.add_(torch.mm(x.T.contiguous(), gradient, out=self.product))
+
+
+def _on_cpu(weight: Tensor) -> bool:
+    return weight.device.type == "cpu"
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:
