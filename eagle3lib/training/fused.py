@@ -11,7 +11,7 @@ steps. Cost: 6 D H FLOP per row that counts, 2 D H per teacher row. Imports torc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eagle3lib.training.kinds import TeacherRows, drafter_rows, teacher_rows
+from eagle3lib.training.kinds import SCRATCHES, TeacherRows, drafter_rows, teacher_rows
 
 # The head's gradient is read and written whole once a chunk: much smaller chunks are bound by that,
 # larger ones gain little. A GPU run of 8,192 positions at D = 151,936 still fits in 1 GB with this.
@@ -121,7 +121,7 @@ class _Walk:
     ):
         self.spec, self.compute, self.wanted = spec, compute, wanted
         self.norm, self.hidden, self.weight = norm, hidden, weight
-        self.on_cpu = weight.device.type == "cpu"
+        self.on_cpu = _on_cpu(weight)
         self.wide = torch.float64 if compute == torch.float64 else torch.float32
         self.head = weight.detach().to(compute)
         self.teacher_head = spec.draft_head.to(compute)
@@ -155,6 +155,8 @@ class _Walk:
         kept = max((len(c.teacher) for c in self.chunks), default=0)
         self.logits = self.head.new_empty(rows, vocab)
         self.table = torch.empty(kept, vocab, dtype=self.wide)
+        tile = min(rows, max(1, _TILE_BYTES // (self.wide.itemsize * vocab)))
+        self.scratch = [torch.empty(tile, vocab, dtype=self.wide) for _ in range(SCRATCHES)]
         if self.of_head is not None:
             self.product = self.head.new_empty(self.of_head.shape)
 
@@ -206,38 +208,39 @@ class _Walk:
             return made
         # The drafter's logits come later: the buffer is free, and has a row for each of these.
         logits = torch.mm(states, self.teacher_head.T, out=self.logits[:count])
-        parts = [
-            teacher_rows(
-                spec.kind,
-                logits[a:b],
-                None if whole is None else whole[a:b],
-                spec.temperature,
-                self.table[a:b],
+        parts = []
+        for a, b, scratch in self._tiles(count):
+            sums = None if whole is None else whole[a:b]
+            table = self.table[a:b]
+            parts.append(
+                teacher_rows(spec.kind, logits[a:b], sums, spec.temperature, table, scratch)
             )
-            for a, b in _tiles(logits)
-        ]
-        rest = (torch.cat(part) for part in list(zip(*parts, strict=True))[1:])
-        return TeacherRows(self.table[:count], *rest)
+        _, log_mass, negentropy = zip(*parts, strict=True)
+        return TeacherRows(self.table[:count], torch.cat(log_mass), torch.cat(negentropy))
 
     def _rows(self, chunk: Chunk, x: Tensor, teacher: TeacherRows) -> tuple[Tensor, Tensor, Tensor]:
-        """(gradient by the logits [R, D] but for its factor [R], values [R, 3])."""
-        spec, count = self.spec, len(x)
+        """(gradient by the logits [R, D] but for its factor [R], that factor, values [R, 3])."""
+        spec, count, found = self.spec, len(x), []
         if self.on_cpu:
             gradient = torch.mm(x, self.head.T, out=self.logits[:count])
-            spans = _tiles(gradient)
+            for a, b, scratch in self._tiles(count):
+                rows = gradient[a:b]  # takes the place of the logits
+                labels = (teacher, chunk.own[a:b], chunk.token[a:b])
+                found.append(
+                    drafter_rows(spec.kind, rows, *labels, spec.temperature, rows, scratch)
+                )
         else:
-            gradient = x.new_empty(count, len(self.head))
-            spans = _spans(count, self._part_rows())
-        found = []
-        for a, b in spans:
-            # On the CPU the gradient takes the place of the logits.
-            logits = gradient[a:b] if self.on_cpu else _product(x[a:b], self.head)
-            work = drafter_rows if self.on_cpu else _compiled(drafter_rows)
-            own, token = chunk.own[a:b], chunk.token[a:b]
-            out = gradient[a:b]
-            found.append(work(spec.kind, logits, teacher, own, token, spec.temperature, out))
+            gradient, work = x.new_empty(count, len(self.head)), _compiled(drafter_rows)
+            for a, b in _spans(count, self._part_rows()):
+                logits = _product(x[a:b], self.head)
+                labels = (teacher, chunk.own[a:b], chunk.token[a:b])
+                found.append(work(spec.kind, logits, *labels, spec.temperature, gradient[a:b]))
         loss, factor, alpha, right = (torch.cat(part) for part in zip(*found, strict=True))
         return gradient, factor, torch.stack((loss, alpha, right.to(loss.dtype)), dim=1)
+
+    def _tiles(self, count: int) -> Iterator[tuple[int, int, list[Tensor]]]:
+        for a, b in _spans(count, len(self.scratch[0])):
+            yield a, b, [tensor[: b - a] for tensor in self.scratch]
 
     def _keep(self, chunk: Chunk, found: Sequence[Tensor]) -> None:
         of_leaf, *of_norm = found
@@ -256,6 +259,10 @@ class _Walk:
             self.of_head.add_(torch.mm(x.T.contiguous(), gradient, out=self.product))
 
 
+def _on_cpu(weight: Tensor) -> bool:
+    return weight.device.type == "cpu"
+
+
 def _product(x: Tensor, weight: Tensor) -> Tensor:
     """x @ weight.T [R, D] with an fp32 result of bf16 factors: logits rounded to eight bits would
     be wrong by some percent (speculators PR 788)."""
@@ -269,10 +276,6 @@ def _add_product(total: Tensor, gradient: Tensor, x: Tensor) -> None:
         torch.addmm(total, gradient.T, x, out_dtype=torch.float32, out=total)
     else:
         total.addmm_(gradient.T, x)
-
-
-def _tiles(rows: Tensor) -> list[tuple[int, int]]:
-    return _spans(len(rows), max(1, _TILE_BYTES // (4 * rows.shape[1])))
 
 
 def _spans(count: int, size: int) -> list[tuple[int, int]]:

@@ -25,6 +25,7 @@ position's loss depends neither on its chunk nor on its rank.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -42,20 +43,30 @@ class TeacherRows(NamedTuple):
     negentropy: Tensor  # [U]: sum of p' log p'
 
 
+# On the CPU, fresh memory for each product costs more than the arithmetic: passes write to these
+# [R, D] tensors. ``NO_SCRATCH`` lets torch find (a compiler: avoid) the memory.
+Scratch = Sequence[Tensor | None]
+SCRATCHES = 4
+NO_SCRATCH: Scratch = (None,) * SCRATCHES
+
+
 def teacher_rows(
-    kind: str, logits: Tensor, full_logsumexp: Tensor | None, temperature: float, out: Tensor
+    kind: str,
+    logits: Tensor,
+    full_logsumexp: Tensor | None,
+    temperature: float,
+    out: Tensor,
+    scratch: Scratch = NO_SCRATCH,
 ) -> TeacherRows:
     """From the target's ``logits`` [U, D]; the table is written to ``out``, which may be them.
 
     ``full_logsumexp`` [U] is that of the whole vocabulary's logits / T; without it the mass is 1.
     """
-    scaled = _wide(logits) / temperature if temperature != 1.0 else _wide(logits)
-    peak = scaled.amax(-1, keepdim=True)
-    scaled = scaled - peak
-    weights = scaled.exp()
-    total = weights.sum(-1, keepdim=True)
-    log_total = total.log()[:, 0]
-    negentropy = (weights * scaled).sum(-1) / total[:, 0] - log_total
+    scaled, peak = _centred(logits, temperature, scratch[0])
+    weights = torch.exp(scaled, out=scratch[1])
+    total = weights.sum(-1)
+    log_total = total.log()
+    negentropy = torch.mul(weights, scaled, out=scratch[2]).sum(-1) / total - log_total
     log_mass = torch.zeros_like(log_total)
     if full_logsumexp is not None:
         # Rounding may put the logsumexp of the part above that of the whole. Positions that count
@@ -65,7 +76,7 @@ def teacher_rows(
     if kind == "rkl":
         out.copy_(scaled.add_((log_mass - log_total)[:, None]))
     else:
-        out.copy_(weights.mul_((log_mass.exp() / total[:, 0])[:, None]))
+        out.copy_(weights.mul_((log_mass.exp() / total)[:, None]))
     return TeacherRows(out, log_mass, negentropy)
 
 
@@ -77,6 +88,7 @@ def drafter_rows(
     token: Tensor,
     temperature: float,
     out: Tensor,
+    scratch: Scratch = NO_SCRATCH,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Per row of ``logits`` [R, D]: (loss, factor, alpha, whether ``token`` is the greedy draft).
 
@@ -84,59 +96,79 @@ def drafter_rows(
     token. The gradient by the logits is ``factor[:, None] * out``; ``out`` may be ``logits``
     itself. Several greedy drafts of the same logit count as right if ``token`` is one of them.
     """
-    scaled = _wide(logits) / temperature if temperature != 1.0 else _wide(logits)
-    scaled = scaled - scaled.amax(-1, keepdim=True)
+    scaled, _ = _centred(logits, temperature, scratch[0])
     at_token = scaled.gather(1, token[:, None])[:, 0]
-    q = scaled.exp()
-    total = q.sum(-1, keepdim=True)
-    q = q.div_(total)
-    own_rows = TeacherRows(*(part.index_select(0, own) for part in teacher))
-    p = own_rows.table.exp() if kind == "rkl" else own_rows.table
-    alpha = torch.minimum(p, q).sum(-1)
-    log_total = total.log()[:, 0]
-    if kind in ("tv", "lk"):
-        loss, factor, gradient = _overlap(kind, p, q, alpha)
-    elif kind == "ce":
-        loss, factor = log_total - at_token, torch.ones_like(at_token)
-        ids = torch.arange(q.shape[1], device=q.device)
-        gradient = q.sub_((ids == token[:, None]).to(q.dtype))
+    q = torch.exp(scaled, out=scratch[1])
+    total = q.sum(-1)
+    q.mul_((1 / total)[:, None])
+    log_total = total.log()
+    log_mass, negentropy = teacher.log_mass[own], teacher.negentropy[own]
+    table = torch.index_select(teacher.table, 0, own, out=scratch[2])
+    p = torch.exp(table, out=scratch[3]) if kind == "rkl" else table
+    spare = scratch[3]
+    alpha = torch.minimum(p, q, out=spare).sum(-1)
+    factor = torch.ones_like(alpha)
+    if kind == "ce":
+        loss, gradient = log_total - at_token, q
+        q.scatter_add_(1, token[:, None], -factor[:, None])
     elif kind == "rkl":
-        log_ratio = scaled.sub_((log_total - own_rows.log_mass)[:, None]).sub_(own_rows.table)
-        loss = (q * log_ratio).sum(-1)
-        factor, gradient = torch.ones_like(loss), q * log_ratio.sub_(loss[:, None])
+        log_ratio = scaled.sub_((log_total - log_mass)[:, None]).sub_(table)
+        loss = torch.mul(q, log_ratio, out=spare).sum(-1)
+        gradient = q.mul_(log_ratio.sub_(loss[:, None]))
+    elif kind == "kl":
+        loss, gradient = _kl(p, q, scaled, log_total, log_mass, negentropy, spare)
+    elif kind == "hybrid":
+        tv_gradient = _tv_gradient(p, q, spare)
+        # p and scaled are spent last: q is needed by both gradients
+        kl, gradient = _kl(p, q, scaled, log_total, log_mass, negentropy, None)
+        weight = (alpha * -HYBRID_RATE).exp()
+        loss = weight * kl + (1 - weight) * (1 - alpha)
+        gradient.mul_(weight[:, None]).add_(tv_gradient.mul_((1 - weight)[:, None]))
     else:
-        loss, factor, gradient = _divergence(kind, own_rows, scaled, q, alpha, log_total)
+        gradient = _tv_gradient(p, q, spare)
+        loss = 1 - alpha
+        if kind == "lk":
+            # Where nothing overlaps the gradient is 0 and the loss large, but neither is infinite.
+            floored = alpha.clamp(min=torch.finfo(alpha.dtype).tiny)
+            loss, factor = -floored.log(), 1 / floored
     out.copy_(gradient)
     return loss, factor / temperature, alpha, at_token >= 0
 
 
-def _overlap(kind: str, p: Tensor, q: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    # Where both are the same but for rounding, either side's derivative will do, but the same one:
-    # else a drafter that is the target would be pushed about by noise.
-    below = (q < p * (1 - 64 * torch.finfo(p.dtype).eps)).to(q.dtype)
-    gradient = q * ((q * below).sum(-1, keepdim=True) - below)
-    if kind == "tv":
-        return 1 - alpha, torch.ones_like(alpha), gradient
-    # Where nothing overlaps, the gradient is 0 and the loss large, but neither is infinite.
-    floored = alpha.clamp(min=torch.finfo(alpha.dtype).tiny)
-    return -floored.log(), 1 / floored, gradient
+def _centred(logits: Tensor, temperature: float, into: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(logits / T less their largest, that [R, 1]) in fp32, or fp64 as they come."""
+    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    scaled = logits.to(wide) if into is None else into.copy_(logits)
+    if temperature != 1.0:
+        scaled = torch.div(scaled, temperature, out=into)
+    peak = scaled.amax(-1, keepdim=True)
+    return torch.sub(scaled, peak, out=into), peak
 
 
-def _divergence(
-    kind: str, own: TeacherRows, scaled: Tensor, q: Tensor, alpha: Tensor, log_total: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``kl`` and the blend with it. log q = scaled - log_total."""
-    p, per_mass = own.table, (-own.log_mass).exp()
-    kl = own.negentropy + log_total - (p * scaled).sum(-1) * per_mass
-    factor = torch.ones_like(kl)
-    if kind == "kl":
-        return kl, factor, q.sub_(p.mul_(per_mass[:, None]))
-    weight = (alpha * -HYBRID_RATE).exp()
-    tv, _, tv_gradient = _overlap("tv", p, q, alpha)
-    gradient = tv_gradient.mul_((1 - weight)[:, None])
-    gradient.add_(q.sub_(p.mul_(per_mass[:, None])).mul_(weight[:, None]))
-    return weight * kl + (1 - weight) * tv, factor, gradient
+def _tv_gradient(p: Tensor, q: Tensor, into: Tensor | None) -> Tensor:
+    """q (sum q m - m), m = 1 where q < p.
+
+    Where both are the same but for rounding, either side's derivative will do, but the same one:
+    else a drafter that is the target would be pushed about by noise.
+    """
+    nearly = 1 - 64 * torch.finfo(p.dtype).eps
+    below = torch.lt(q, torch.mul(p, nearly, out=into), out=into)
+    share = torch.mul(q, below, out=into)
+    total = share.sum(-1, keepdim=True)
+    return torch.addcmul(torch.neg(share, out=into), q, total, out=into)
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
+def _kl(
+    p: Tensor,
+    q: Tensor,
+    scaled: Tensor,
+    log_total: Tensor,
+    log_mass: Tensor,
+    negentropy: Tensor,
+    spare: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """(kl, its gradient, which takes the place of q). log q = scaled - log_total."""
+    per_mass = (-log_mass).exp()
+    product = torch.mul(p, scaled, out=scaled if spare is None else spare)
+    kl = negentropy + log_total - product.sum(-1) * per_mass
+    return kl, q.sub_(p.mul_(per_mass[:, None]))

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from eagle3lib.drafter.model import PackedRows, unroll
+from eagle3lib.training import fused
 from eagle3lib.training.fused import HeadLoss, head_loss, plan_chunks
 from eagle3lib.training.kinds import KINDS
 from eagle3lib.training.loss import (
@@ -189,6 +190,22 @@ def test_chunks_change_nothing(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_the_way_of_a_gpu_is_the_same(kind, monkeypatch):
+    """Its parts, buffers and layout of the head's gradient, without the compiler."""
+    case = Case()
+    expected = case.fused(kind)
+    monkeypatch.setattr(fused, "_on_cpu", lambda weight: False)
+    monkeypatch.setattr(fused, "_compiled", lambda function: function)
+    monkeypatch.setattr(fused, "_PART_BYTES", 0)
+    monkeypatch.setattr(fused, "_PART_ROWS", 4)
+    for size in (1, 60_000, 1 << 30):
+        found = case.fused(kind, buffer_bytes=size)
+        assert float(found[0]) == pytest.approx(float(expected[0]), rel=1e-12)
+        for a, b in zip(found[1], expected[1], strict=True):
+            assert error(a, b) < 1e-12
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_positions_without_a_label_change_nothing(kind):
     case, spoilt = Case(), Case()
     unused = set(range(STATES)) - set(case.rows[case.rows >= 0].tolist())
@@ -294,6 +311,7 @@ def test_without_gradients_none_are_made():
 MEASURE = """
 import json, resource, sys
 import torch
+from eagle3lib.training import fused
 from eagle3lib.training.fused import HeadLoss, head_loss
 torch.set_num_threads(1)
 
