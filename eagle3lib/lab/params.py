@@ -19,6 +19,7 @@ from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.machine import ROOT
 
 Dtype = Literal["bfloat16", "float32"]
+Loss = Literal["kl", "ce", "rkl", "tv", "lk", "hybrid"]
 PromptFormat = Literal["auto", "messages", "conversations", "prompt", "instruction", "text"]
 _FILE_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".txt", ".gz", ".zst")
 
@@ -226,6 +227,10 @@ class TrainParams(PhaseParams):
     )
     step_weight: float = Field(
         0.8, gt=0, le=1, description="weight of a step's loss over the one before"
+    )
+    loss: Loss = Field("kl", description="kl, ce, rkl, tv, lk or hybrid, see training/kinds.py")
+    loss_temperature: float = Field(
+        1.0, gt=0, description="sampling temperature that the loss is of, target and drafter alike"
     )
     batch_rows: int = Field(8, ge=1, description="conversations in one optimizer step")
     learning_rate: float = Field(1e-3, gt=0, description="peak learning rate of AdamW")

@@ -102,7 +102,7 @@ def training_curves(rows: list[dict[str, Any]]) -> go.Figure:
             opacity=shade,
             line={"color": BLUE, "width": 2 if k == 0 else 1},
         )
-    return _styled(figure, "Training loss per step", "update", "cross-entropy (nats)")
+    return _styled(figure, "Training loss per step", "update", "loss (nats)")
 
 
 def heldout_curves(rows: list[dict[str, Any]]) -> go.Figure:

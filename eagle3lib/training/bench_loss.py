@@ -174,7 +174,7 @@ def _peak_bytes(device: str, work: Callable[[], Any]) -> int:
 
 def _matrix_peak(options: argparse.Namespace) -> float:
     """FLOP per second of the best of some large square products in this dtype."""
-    size = 8192 if options.device == "cuda" else 2048
+    size = 8192 if options.device == "cuda" else 1024
     a = torch.randn(size, size, device=options.device).to(options.dtype)
     b, out = a.clone(), torch.empty_like(a)
     best = min(_timed(options.device, lambda: torch.mm(a, b, out=out)) for _ in range(10))

@@ -149,7 +149,9 @@ class Trainer:
         tokens, sums = {}, {}
         for row in self.store.rows(self.train_rows):
             start = row.entry.prompt_tokens - 1
-            greedy, total = self.head.greedy_and_logsumexp(row.last[start:].float())
+            greedy, total = self.head.greedy_and_logsumexp(
+                row.last[start:].float(), self.cfg.loss_temperature
+            )
             tokens[row.entry.id] = torch.nn.functional.pad(greedy, (start, 0), value=-1)
             sums[row.entry.id] = torch.nn.functional.pad(total, (start, 0))
         return tokens, sums
@@ -243,7 +245,15 @@ class Trainer:
             made = unroll(
                 self.drafter, batch.rows, batch.states.float(), self.cfg.steps, feed="truth"
             )
-            return ttt_loss(self.drafter, made, labels, teacher, scale)
+            return ttt_loss(
+                self.drafter,
+                made,
+                labels,
+                teacher,
+                scale,
+                kind=self.cfg.loss,
+                temperature=self.cfg.loss_temperature,
+            )
 
     def _over_ranks(self, own: StepCounts) -> StepCounts:
         positions, inside, right, *sums = self._sum_over_ranks(

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from typing import get_args
 
 import pytest
 import torch
@@ -15,10 +16,11 @@ from safetensors.torch import load_file, save_file
 from eagle3lib.drafter.simulate import Conversation, Replay
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import read_json, read_jsonl
-from eagle3lib.lab.params import TrainParams
+from eagle3lib.lab.params import Loss, TrainParams
 from eagle3lib.target.states import StateEntry, StateStore
 from eagle3lib.training.data import conversations, epoch_batches, load_batch, trainable
 from eagle3lib.training.evaluate import NgramBaseline, acceptance_counts, evaluate
+from eagle3lib.training.kinds import KINDS
 from eagle3lib.training.loop import Folders, Trainer
 
 TIMES = ("seconds", "tokens_per_s")
@@ -107,6 +109,20 @@ def test_step_weight_counts_each_step_less_than_the_one_before(train):
     alone = first_norm("alone", steps=1)
     assert first_norm("nearly", steps=3, step_weight=1e-7) == pytest.approx(alone, rel=1e-4)
     assert first_norm("all", steps=3, step_weight=1.0) != pytest.approx(alone, rel=0.01)
+
+
+@pytest.mark.parametrize("loss", get_args(Loss))
+def test_every_loss_trains(train, loss):
+    """At a temperature too; the logsumexp that goes with it is made by the loop."""
+    rows = rows_of(train(loss=loss, loss_temperature=0.7, epochs=12, checkpoint_every=12), "train")
+    for step in range(3):
+        losses = [row["steps"][step]["loss"] for row in rows]
+        assert sum(losses[-2:]) < 0.95 * sum(losses[:2])
+        assert rows[-1]["steps"][step]["overlap"] > rows[0]["steps"][step]["overlap"]
+
+
+def test_params_know_every_kind_of_loss():
+    assert get_args(Loss) == KINDS
 
 
 class Killed(Exception):

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from eagle3lib.drafter.model import PackedRows, unroll
-from eagle3lib.training import fused
+from eagle3lib.training import bench_loss, fused
 from eagle3lib.training.fused import HeadLoss, head_loss, plan_chunks
 from eagle3lib.training.kinds import KINDS
 from eagle3lib.training.loss import (
@@ -189,6 +189,26 @@ def test_chunks_change_nothing(kind):
             assert error(found, wanted) < 1e-12
 
 
+@pytest.mark.parametrize("budget", [1, 9_000, 20_000, 50_000])
+def test_chunks_keep_to_their_budget(budget):
+    """Every row once, its own teacher row, and no chunk too large unless it is one position."""
+    case = Case(seed=3)
+    spec = case.spec("kl", teacher=torch.arange(33) + torch.arange(3)[:, None])
+    for at in (case.rows, spec.teacher):
+        spec = case.spec("kl", teacher=at)
+        seen = torch.full_like(at, -1)
+        for chunk in plan_chunks(spec, 700, 500, budget):
+            bases = torch.cat([base for _, base in chunk.rows])
+            assert torch.equal(
+                chunk.step, torch.cat([torch.full((len(b),), k) for k, b in chunk.rows])
+            )
+            seen[chunk.step, bases] = chunk.teacher[chunk.own]
+            assert torch.equal(chunk.token, spec.token[chunk.step, bases])
+            cost = 700 * len(chunk.own) + 500 * len(chunk.teacher)
+            assert cost <= budget or len(bases.unique()) == 1
+        assert torch.equal(seen, at)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_way_of_a_gpu_is_the_same(kind, monkeypatch):
     """Its parts, buffers and layout of the head's gradient, without the compiler."""
@@ -311,7 +331,7 @@ def test_without_gradients_none_are_made():
 MEASURE = """
 import json, resource, sys
 import torch
-from eagle3lib.training import fused
+from eagle3lib.training import bench_loss, fused
 from eagle3lib.training.fused import HeadLoss, head_loss
 torch.set_num_threads(1)
 
@@ -482,3 +502,19 @@ def test_draft_ids_undo_the_map(batch):
     held = torch.arange(len(drafter.d2t))
     assert torch.equal(draft_of[drafter.target_ids(held)], held)
     assert (draft_of[~drafter.t2d] == -1).all()
+
+
+# The bench
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bench_measures_and_checks(kind, capsys):
+    """Its own plain reference agrees, so its errors on another machine mean something."""
+    bench_loss.main(
+        ["--draft-vocab", "200", "--positions", "20", "--steps", "3", "--hidden", "16",
+         "--dtype", "float64", "--repeats", "1", "--kind", kind, "--check-positions", "9"]
+    )  # fmt: skip
+    made = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert made["flop"] == 6 * 60 * 200 * 16 + 2 * 22 * 200 * 16
+    assert made["seconds"] > 0
+    assert max(made["gradient_errors"].values()) < 1e-10
