@@ -68,7 +68,9 @@ def read_drafter(
     return drafter.to(dtype).eval()
 
 
-def check_drafter_folder(folder: Path, target_config: dict[str, Any]) -> list[Finding]:
+def check_drafter_folder(
+    folder: Path, target_config: dict[str, Any], target_embedding: Tensor
+) -> list[Finding]:
     """Everything that is wrong or to be known about a drafter's folder, warnings included, for
     people; ``read_drafter`` raises the errors among them."""
     path = folder / "config.json"
@@ -77,8 +79,8 @@ def check_drafter_folder(folder: Path, target_config: dict[str, Any]) -> list[Fi
         return findings
     config = read_drafter_config(folder, target_config["num_hidden_layers"])
     tensors, where = read_weights(folder)
-    own = {_EMBEDDING: tensors[_EMBEDDING]} if _EMBEDDING in tensors else {}
-    config = replace(config, own_embeddings=bool(own))
+    own = tensors.get(_EMBEDDING)
+    config = replace(config, own_embeddings=own is not None and not _same(own, target_embedding))
     findings += check_drafter_config(config, target_config) + check_servable(config)
     shapes = expected_shapes(config)
     absent = {k: torch.empty(shapes[k], device="meta") for k in (_EMBEDDING, "d2t", "t2d")}
@@ -190,5 +192,13 @@ def check_tensors(config: DrafterConfig, tensors: dict[str, Tensor], where: str)
 
 
 def set_vocab(drafter: Drafter, vocab: VocabMap) -> None:
+    """Give a drafter its map. Raises ``UserError`` for a map of another size."""
+    sizes = (len(drafter.d2t), len(drafter.t2d)), (len(vocab.d2t), len(vocab.t2d))
+    if sizes[0] != sizes[1]:
+        raise UserError(
+            f"the vocabulary map holds {sizes[1][0]} of {sizes[1][1]} tokens",
+            expected=f"{sizes[0][0]} of {sizes[0][1]}, as the drafter's head and target",
+            next="build the map for this target and size: eagle3 run PROFILE 03",
+        )
     drafter.d2t.copy_(vocab.d2t)
     drafter.t2d.copy_(vocab.t2d)

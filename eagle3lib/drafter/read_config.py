@@ -32,8 +32,8 @@ def read_drafter_config(folder: Path, num_target_layers: int) -> DrafterConfig:
     raw = read_json(path)
     raise_errors(check_config_file(raw, num_target_layers, str(path)))
     c = _flat(raw)
-    mla = MLA.of(c) if c["model_type"] in _MLA_TYPES else None
     try:
+        mla = MLA.of(c) if c["model_type"] in _MLA_TYPES else None
         return DrafterConfig(
             hidden_size=c["hidden_size"],
             intermediate_size=c["intermediate_size"],

@@ -212,9 +212,25 @@ class CaptureParams(PhaseParams):
 
 class VocabParams(PhaseParams):
     PHASE: ClassVar[str] = "03_build_vocab_map"
+    FILES: ClassVar[tuple[str, ...]] = ("warm_start",)
     UPSTREAM: ClassVar[tuple[str, ...]] = ("01_generate_data",)
 
-    draft_vocab_size: int = Field(4096, ge=8, description="tokens that the drafter can propose")
+    draft_vocab_size: int = Field(
+        4096, ge=0, description="tokens that the drafter can propose, 0 chooses by the curve"
+    )
+    num_speculative_tokens: int = Field(
+        3, ge=1, le=16, description="K of the estimate that the curve chooses by"
+    )
+    warm_start: str = Field(
+        "", description="folder of a drafter to go on from, its vocabulary map is kept"
+    )
+
+    @field_validator("draft_vocab_size")
+    @classmethod
+    def _few_tokens_are_no_vocabulary(cls, value: int) -> int:
+        if 0 < value < 8:
+            raise ValueError("0 (chosen by the curve), or at least 8 tokens")
+        return value
 
 
 class TrainParams(PhaseParams):

@@ -6,6 +6,7 @@ drafters for Kimi), shrunk to the tests' target.
 
 import json
 import pickle
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from eagle3lib.drafter.checkpoint import (
     check_drafter_folder,
     expected_shapes,
     read_drafter,
+    set_vocab,
     write_drafter,
 )
 from eagle3lib.drafter.checks import check_drafter_config, check_servable
@@ -23,7 +25,7 @@ from eagle3lib.drafter.config import MLA, OPTIONS
 from eagle3lib.drafter.model import PackedRows, unroll
 from eagle3lib.drafter.read_config import check_config_file, read_drafter_config
 from eagle3lib.drafter.rope import rope_parameters
-from eagle3lib.drafter.vocab import check_offsets
+from eagle3lib.drafter.vocab import build_vocab_map, check_offsets
 from eagle3lib.lab.errors import UserError
 from eagle3lib.target.model import TargetHead
 
@@ -410,6 +412,20 @@ def test_a_map_of_another_size_is_refused(written, read):
         read(folder)
 
 
+@pytest.mark.parametrize("key", ["qk_nope_head_dim", "v_head_dim"])
+def test_missing_sizes_of_latent_attention_are_named(written, read, key):
+    _, folder = written(**MLA_TYPE)
+    change_config(folder, **{key: None})
+    with pytest.raises(UserError, match=f"lacks '{key}'"):
+        read(folder)
+
+
+def test_a_map_of_another_size_is_not_given_to_a_drafter(random_drafter):
+    vocab = build_vocab_map(Counter({5: 1}), 300, 80)
+    with pytest.raises(UserError, match=r"80 of 300 tokens\n  expected: 90 of 300"):
+        set_vocab(random_drafter(draft_vocab_size=90), vocab)
+
+
 @pytest.mark.parametrize(
     ("changes", "codes"),
     [
@@ -428,15 +444,15 @@ def test_what_no_engine_or_one_engine_alone_serves(random_drafter, changes, code
     assert [f.code for f in findings] == codes
 
 
-def test_a_folder_tells_its_warnings_too(written, tiny_target):
+def test_a_folder_tells_its_warnings_too(written, tiny_target, head):
     _, folder = written(norm_before_residual=True)
-    found = check_drafter_folder(folder, tiny_target.config)
+    found = check_drafter_folder(folder, tiny_target.config, head.embedding)
     assert [(f.code, f.severity) for f in found] == [("sglang-norm-before-residual", "warning")]
     tensors = load_file(folder / "model.safetensors")
     tensors.pop("norm.weight")
     save_file(tensors, folder / "model.safetensors")
-    codes = [f.code for f in check_drafter_folder(folder, tiny_target.config)]
+    codes = [f.code for f in check_drafter_folder(folder, tiny_target.config, head.embedding)]
     assert codes == ["sglang-norm-before-residual", "tensor-missing"]
     change_config(folder, hidden_act="gelu")
-    codes = [f.code for f in check_drafter_folder(folder, tiny_target.config)]
+    codes = [f.code for f in check_drafter_folder(folder, tiny_target.config, head.embedding)]
     assert codes == ["drafter-layer"]
