@@ -117,7 +117,62 @@ class PlanParams(PhaseParams):
         0.6, ge=0, description="prompt tokens captured for each answer token"
     )
     max_model_len: int = Field(1024, ge=16, description="longest conversation served, in tokens")
+    context_tokens: int = Field(512, ge=0, description="tokens already there in a decode step")
+    batch_sizes: list[int] = Field(
+        [1, 8, 32], min_length=1, description="sequences decoded at once, rising"
+    )
     num_speculative_tokens: int = Field(3, ge=1, le=16, description="K, drafted tokens per round")
+    acceptance_per_step: float = Field(
+        0.6, gt=0, lt=1, description="hoped-for acceptance of a step given those before it"
+    )
+    draft_vocab_size: int = Field(4096, ge=8, description="tokens that the drafter can propose")
+    storage: Literal["bf16", "fp8", "compact", "stream"] = Field(
+        "bf16", description="of hidden states, bf16, fp8, compact, or stream (nothing stored)"
+    )
+    epochs: int = Field(12, ge=1, description="passes over the training answers")
+    steps: int = Field(
+        4, ge=1, le=16, description="training-time-test steps, 7 is the general choice"
+    )
+    gpu: str = Field("auto", description="auto, cpu, or a name of the GPU table (eagle3 plan)")
+    gpus: int = Field(1, ge=1, description="GPUs that one copy of the target is spread over")
+    memory_gb: float = Field(0.0, ge=0, description="memory of one GPU, 0 takes the table's")
+    bandwidth_gb_per_s: float = Field(
+        0.0, ge=0, description="memory bandwidth of one GPU, 0 takes the table's or measures a CPU's"
+    )
+    tflops: float = Field(0.0, ge=0, description="dense bf16 TFLOP/s of one GPU, 0 is the table's")
+    link_gb_per_s: float = Field(
+        0.0, ge=0, description="interconnect of one GPU in one direction, 0 takes the table's"
+    )
+    collective_us: float = Field(
+        0.0, ge=0, description="latency of one all-reduce in microseconds, 0 takes the table's"
+    )
+    bandwidth_share: float = Field(
+        0.0, ge=0, le=1, description="share of the bandwidth that decoding reaches, 0 is 0.65"
+    )
+    compute_share: float = Field(
+        0.0, ge=0, le=1, description="share of the TFLOP/s that is reached, 0 is 0.43"
+    )
+    host_ms: float = Field(0.0, ge=0, description="host time before each forward, milliseconds")
+    measured_round_cost: float = Field(
+        0.0, ge=0, description="cost of a round as benchmarked at batch 1 and this K, 0 predicts"
+    )
+    generate_tokens_per_s: float = Field(
+        0.0, ge=0, description="measured speed of generation, 0 estimates"
+    )
+    capture_tokens_per_s: float = Field(
+        0.0, ge=0, description="measured speed of capture, 0 estimates"
+    )
+    train_tokens_per_s: float = Field(
+        0.0, ge=0, description="measured speed of training, 0 estimates"
+    )
+    disk_free_gb: float = Field(0.0, ge=0, description="disk for the states, 0 looks here")
+
+    @field_validator("batch_sizes")
+    @classmethod
+    def _batches_rise(cls, value: list[int]) -> list[int]:
+        if value[0] < 1 or value != sorted(set(value)):
+            raise ValueError("batch_sizes are rising numbers from 1 on")
+        return value
 
 
 class GenerateParams(PhaseParams):
