@@ -137,7 +137,9 @@ class PlanParams(PhaseParams):
     gpus: int = Field(1, ge=1, description="GPUs that one copy of the target is spread over")
     memory_gb: float = Field(0.0, ge=0, description="memory of one GPU, 0 takes the table's")
     bandwidth_gb_per_s: float = Field(
-        0.0, ge=0, description="memory bandwidth of one GPU, 0 takes the table's or measures a CPU's"
+        0.0,
+        ge=0,
+        description="memory bandwidth of one GPU, 0 takes the table's or measures a CPU's",
     )
     tflops: float = Field(0.0, ge=0, description="dense bf16 TFLOP/s of one GPU, 0 is the table's")
     link_gb_per_s: float = Field(

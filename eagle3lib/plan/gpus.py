@@ -152,3 +152,18 @@ def measured_bandwidth(seconds: float = 0.3) -> float:
             elapsed_s = time.perf_counter() - started
             best = max(best, sum(b.nbytes for b in blocks) / elapsed_s)
     return best
+
+
+def gpu_table() -> list[dict[str, Any]]:
+    """The table as plain values, for people."""
+    return [
+        {
+            "gpu": name,
+            "memory_gb": d.memory_bytes / 1e9,
+            "bandwidth_gb_per_s": d.bandwidth_bytes_per_s / 1e9,
+            "bf16_tflops": d.flops_per_s / 1e12,
+            "link_gb_per_s": d.link_bytes_per_s / 1e9,
+            "collective_us (estimate)": round(d.collective_s * 1e6),
+        }
+        for name, d in GPUS.items()
+    ]
