@@ -71,7 +71,7 @@ def _check_disk(cfg: PlanParams, setting: Setting, free: float) -> list[Finding]
 
 
 def _check_serving(cfg: PlanParams, setting: Setting) -> list[Finding]:
-    wanted, have = cfg.batch_sizes[-1], usable_bytes(setting)
+    wanted, have = cfg.batches()[-1], usable_bytes(setting)
     need = benchmark_bytes(cfg, setting, wanted)
     if need <= have:
         return []
@@ -91,19 +91,19 @@ def _check_serving(cfg: PlanParams, setting: Setting) -> list[Finding]:
 def _serving_remedy(cfg: PlanParams, setting: Setting, have: float) -> str:
     """The largest batch at this length, else the greatest length of one, else more devices."""
     batch = next(
-        (b for b in range(cfg.batch_sizes[-1], 0, -1) if benchmark_bytes(cfg, setting, b) <= have),
+        (b for b in range(cfg.batches()[-1], 0, -1) if benchmark_bytes(cfg, setting, b) <= have),
         0,
     )
     if batch:
-        return f"at most batch_sizes=[{batch}] fits at this max_model_len"
+        return f"at most batch_sizes={batch} fits at this max_model_len"
     fixed = benchmark_bytes(cfg, setting, 0)
     one = (benchmark_bytes(cfg, setting, 1) - fixed) / cfg.max_model_len
     length = int((have - fixed) / one)
     if length >= 16:
-        return f"at most max_model_len={length} with batch_sizes=[1] fits"
+        return f"at most max_model_len={length} with batch_sizes=1 fits"
     if setting.device.is_cpu:
         return "a larger machine, a smaller target, or one with fewer bytes a weight"
-    return f"at least gpus={_fewest(cfg, setting)} with batch_sizes=[1] fits"
+    return f"at least gpus={_fewest(cfg, setting)} with batch_sizes=1 fits"
 
 
 def _fewest(cfg: PlanParams, setting: Setting) -> int:

@@ -78,16 +78,17 @@ def throughputs(cfg: PlanParams, setting: Setting) -> dict[str, float]:
     """Tokens per second of generation, capture and training, measured ones first.
 
     Generation decodes at the largest batch of the plan that fits; capture is a prefill without the
-    head; training runs on as many devices as the target does.
+    head; training runs on as many devices as all copies of the target do. Measured speeds are
+    those of the whole machine.
     """
     reached = setting.device.flops_per_s * setting.device.compute_share * setting.devices
-    batch = max(1, min(cfg.batch_sizes[-1], most_sequences(cfg, setting)))
+    batch = max(1, min(cfg.batches()[-1], most_sequences(cfg, setting)))
     prefill = 2 * (setting.shape.product_parameters - setting.shape.vocab * setting.shape.hidden)
     flops = training_flops_per_token(setting, cfg.steps, answer_share(cfg), cfg.context_tokens)
     return {
-        "generate": cfg.generate_tokens_per_s or batch / setting.step_s(batch),
-        "capture": cfg.capture_tokens_per_s or reached / prefill,
-        "train": cfg.train_tokens_per_s or reached / flops,
+        "generate": cfg.generate_tokens_per_s or cfg.copies * batch / setting.step_s(batch),
+        "capture": cfg.capture_tokens_per_s or cfg.copies * reached / prefill,
+        "train": cfg.train_tokens_per_s or cfg.copies * reached / flops,
     }
 
 
@@ -138,8 +139,8 @@ def train_bytes(cfg: PlanParams, setting: Setting) -> float:
 def phases_table(cfg: PlanParams, setting: Setting) -> list[dict[str, Any]]:
     """Every costly phase: tokens, tokens per second, hours, memory of one device, disk."""
     speed, tokens = throughputs(cfg, setting), captured_tokens(cfg)
-    serving = serve_bytes(cfg, setting, cfg.batch_sizes[-1])
-    benchmark = benchmark_bytes(cfg, setting, cfg.batch_sizes[-1])
+    serving = serve_bytes(cfg, setting, cfg.batches()[-1])
+    benchmark = benchmark_bytes(cfg, setting, cfg.batches()[-1])
     states = tokens * state_bytes(setting.shape.hidden, cfg.storage, answer_share(cfg))
     checkpoint = 12 * setting.drafter.trained_parameters  # weights and both moments, fp32
     lines = [

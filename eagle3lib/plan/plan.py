@@ -62,7 +62,7 @@ def make_plan(cfg: PlanParams, source: Source, machine: dict[str, Any]) -> Plan:
         setting = calibrated(setting, cfg.num_speculative_tokens, cfg.measured_round_cost)
     free = cfg.disk_free_gb * 1e9 or float(machine["disk_free_bytes"])
     steps = sorted({*_TABLE_STEPS, cfg.num_speculative_tokens})
-    costs = round_costs(setting, cfg.batch_sizes, steps, cfg.acceptance_per_step)
+    costs = round_costs(setting, cfg.batches(), steps, cfg.acceptance_per_step)
     findings = [*check_plan(cfg, setting, free), *check_speculation(costs)]
     numbers = {
         "target": target_facts(source, setting),
@@ -70,7 +70,7 @@ def make_plan(cfg: PlanParams, source: Source, machine: dict[str, Any]) -> Plan:
         "storage": storage_table(cfg, source.shape),
         "phases": phases_table(cfg, setting),
         "round_costs": costs,
-        "step_parts": step_table(setting, cfg.batch_sizes, cfg.num_speculative_tokens),
+        "step_parts": step_table(setting, cfg.batches(), cfg.num_speculative_tokens),
     }
     numbers["answer"] = _answer(cfg, setting, numbers, findings, free)
     return Plan(cfg, setting, numbers, findings)
@@ -174,7 +174,7 @@ def _answer(cfg: PlanParams, setting: Setting, numbers: dict[str, Any],
         "hidden states": _stored(cfg, setting, free),
         f"conversations of {cfg.max_model_len} at once": max(0, most_sequences(cfg, setting)),
     }
-    for batch in cfg.batch_sizes:
+    for batch in cfg.batches():
         answer[f"speculation at batch {batch}"] = _verdict(cfg, costs, batch)
     return answer
 

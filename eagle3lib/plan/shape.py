@@ -1,8 +1,8 @@
 """A target's shape and its parameters, matrix by matrix, from ``config.json`` alone.
 
-Everything that a plan says of weights comes from one list of matrices: how many numbers the target
-holds, how many of them a token uses, and (quantisation.py) how many bytes they are. The counts equal
-those of the real transformers models; tests build them without weights and compare.
+Everything that a plan says of weights comes from one list of matrices: how many numbers it holds,
+how many of them a token uses, and (quantisation.py) how many bytes they are. The counts equal those
+of the real transformers models; tests build them without weights and compare.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from eagle3lib.lab.errors import UserError
 
-# Families whose parameters are counted exactly. Others are counted like Llama, and a finding says so.
+# Families whose parameters are counted exactly; others count like Llama, and a finding says so.
 _QK_NORM = {"qwen3", "qwen3_moe"}
 _MLA = {"deepseek_v2", "deepseek_v3", "kimi_k2"}
 _QKV_BIAS = {"qwen2", "qwen2_moe"}

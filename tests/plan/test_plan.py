@@ -8,7 +8,9 @@ import pytest
 from public_shapes import KIMI_K25, LLAMA_8B, PUBLIC, QWEN3_8B, changed
 
 from eagle3lib.lab.errors import UserError
+from eagle3lib.lab.machine import ROOT
 from eagle3lib.lab.params import PlanParams
+from eagle3lib.lab.profile import load_profile
 from eagle3lib.plan.gpus import GPUS, choose_device
 from eagle3lib.plan.phases import state_bytes
 from eagle3lib.plan.plan import make_plan, plan_text
@@ -17,7 +19,7 @@ from eagle3lib.plan.source import Source, open_source
 
 MACHINE = {"disk_free_bytes": 10**12, "memory_available_bytes": 10**12, "cores": 2, "gpus": []}
 CPU = {"gpu": "cpu", "bandwidth_gb_per_s": 30.0}
-KIMI = {"gpu": "rtx-pro-6000", "gpus": 8, "batch_sizes": [1], "answer_tokens": 14_439_174,
+KIMI = {"gpu": "rtx-pro-6000", "gpus": 8, "batch_sizes": "1", "answer_tokens": 14_439_174,
         "prompt_tokens_per_answer_token": 0.0, "max_model_len": 8192}  # fmt: skip
 
 
@@ -54,7 +56,7 @@ def test_kimi_int4_fits_eight_cards_of_96_gb_and_not_six():
     assert errors(tight) == ["memory"]
     fewest = int(remedy(tight, "memory").split("gpus=")[1].split()[0])
     assert 6 < fewest <= 8
-    assert errors(planned(KIMI_K25, **KIMI | {"gpus": fewest, "batch_sizes": [1]})) == []
+    assert errors(planned(KIMI_K25, **KIMI | {"gpus": fewest, "batch_sizes": "1"})) == []
 
 
 def test_the_storage_formats_are_ordered_and_compact_is_at_most_042_at_40_percent_answers():
@@ -86,16 +88,16 @@ def test_a_full_disk_is_refused_and_the_named_number_of_tokens_fits():
 
 
 def test_too_many_sequences_are_refused_and_the_named_batch_fits():
-    given = {"gpu": "rtx-4090", "max_model_len": 4096, "batch_sizes": [1, 64]}
+    given = {"gpu": "rtx-4090", "max_model_len": 4096, "batch_sizes": "1,64"}
     plan = planned(LLAMA_8B, **given)
     assert "memory" in errors(plan)
-    most = int(remedy(plan, "memory").split("[")[1].split("]")[0])
-    assert "memory" not in errors(planned(LLAMA_8B, **given | {"batch_sizes": [most]}))
-    assert "memory" in errors(planned(LLAMA_8B, **given | {"batch_sizes": [most + 1]}))
+    most = int(remedy(plan, "memory").split("batch_sizes=")[1].split()[0])
+    assert "memory" not in errors(planned(LLAMA_8B, **given | {"batch_sizes": str(most)}))
+    assert "memory" in errors(planned(LLAMA_8B, **given | {"batch_sizes": str(most + 1)}))
 
 
 def test_too_long_a_conversation_is_refused_and_the_named_length_fits():
-    given = {"gpu": "rtx-4090", "batch_sizes": [1]}
+    given = {"gpu": "rtx-4090", "batch_sizes": "1"}
     plan = planned(LLAMA_8B, **given, max_model_len=100_000)
     most = int(remedy(plan, "memory").split("max_model_len=")[1].split()[0])
     assert "memory" not in errors(planned(LLAMA_8B, **given, max_model_len=most))
@@ -103,7 +105,7 @@ def test_too_long_a_conversation_is_refused_and_the_named_length_fits():
 
 
 def test_training_that_does_not_fit_names_the_length_that_does():
-    given = {"gpu": "h100", "draft_vocab_size": 128_256, "steps": 7, "batch_sizes": [1]}
+    given = {"gpu": "h100", "draft_vocab_size": 128_256, "steps": 7, "batch_sizes": "1"}
     plan = planned(LLAMA_8B, **given, max_model_len=60_000)
     assert errors(plan) == ["training-memory"]
     most = int(remedy(plan, "training-memory").split("max_model_len=")[1].split()[0])
@@ -111,7 +113,7 @@ def test_training_that_does_not_fit_names_the_length_that_does():
 
 
 def test_a_context_beyond_the_targets_is_refused():
-    plan = planned(QWEN3_8B, gpu="h200", max_model_len=50_000, batch_sizes=[1])
+    plan = planned(QWEN3_8B, gpu="h200", max_model_len=50_000, batch_sizes="1")
     assert "context" in errors(plan)
     assert "40960" in remedy(plan, "context")
 
@@ -189,3 +191,29 @@ def test_the_hub_out_of_reach_is_said_and_a_shipped_shape_used(monkeypatch):
     assert "no route to host" in open_source("Qwen/Qwen3-8B").origin
     with pytest.raises(UserError, match="no route to host"):
         open_source("nobody/nothing")
+
+
+@pytest.mark.parametrize("sizes", ["", "8,1", "1,1", "0,2", "one", "1;2"])
+def test_batch_sizes_that_do_not_rise_are_refused(sizes):
+    with pytest.raises(UserError, match="batch_sizes"):
+        PlanParams.checked({"batch_sizes": sizes}, "a test")
+
+
+def test_one_batch_size_may_be_a_bare_number():
+    assert PlanParams.checked({"batch_sizes": 16}, "a test").batches() == [16]
+
+
+PROFILES = sorted(path.stem for path in (ROOT / "params").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_every_profile_plans_without_weights_and_fits_the_machine_it_names(name, monkeypatch):
+    """Each says in its first line what it needs; the Hub is out of reach here."""
+
+    def unreachable(*_, **__):
+        raise OSError("no route to host")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
+    cfg = load_profile(name)["00_plan"]
+    source = open_source(cfg.target)
+    assert errors(make_plan(cfg, source, MACHINE)) == []

@@ -6,10 +6,6 @@ import copy
 
 import pytest
 import torch
-
-from eagle3lib.lab.errors import UserError
-from eagle3lib.plan.quantisation import quantisation_of, weight_bytes
-from eagle3lib.plan.shape import Shape
 from public_shapes import (
     DEEPSEEK_V3,
     GPT_OSS_120B,
@@ -20,6 +16,10 @@ from public_shapes import (
     QWEN3_30B,
     changed,
 )
+
+from eagle3lib.lab.errors import UserError
+from eagle3lib.plan.quantisation import quantisation_of, weight_bytes
+from eagle3lib.plan.shape import Shape
 
 VARIANTS = PUBLIC | {
     "llama with biases": changed(LLAMA_8B, attention_bias=True, mlp_bias=True),
@@ -121,7 +121,7 @@ def test_bytes_a_weight_of_each_scheme(scheme, bytes_per_weight):
 
 def test_an_unknown_scheme_is_refused_and_the_known_ones_named():
     shape = Shape(changed(LLAMA_8B, quantization_config={"quant_method": "aqlm"}))
-    with pytest.raises(UserError, match="aqlm.*\n.*compressed-tensors"):
+    with pytest.raises(UserError, match=r"aqlm.*\n.*compressed-tensors"):
         quantisation_of(shape)
 
 
