@@ -155,6 +155,9 @@ class PlanParams(PhaseParams):
     compute_share: float = Field(
         0.0, ge=0, le=1, description="share of the TFLOP/s reached, 0 is 0.43 (CPU 0.95)"
     )
+    layer_us: float = Field(
+        0.0, ge=0, description="fixed time of a layer's kernels, 0 is 20 (CPU 0)"
+    )
     host_ms: float = Field(0.0, ge=0, description="host time before each forward, milliseconds")
     measured_round_cost: float = Field(
         0.0, ge=0, description="as benchmarked at batch 1 and K, 0 predicts it"

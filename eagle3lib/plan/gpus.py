@@ -5,7 +5,8 @@ Data sheets (NVIDIA, AMD): memory in bytes, memory bandwidth, dense bf16 FLOP/s 
 collective is an estimate, not from a data sheet: about 10 us over NVLink (engines' one-shot
 all-reduce), about 50 us over PCIe. The latter follows from one published-size case: Kimi-K2.5 INT4
 on eight PCIe GPUs decoded 82.5 tokens a second with 51.5 % of a step in all-reduce, which over 122
-collectives is 51 us each.
+collectives is 51 us each. A layer's dozen kernels start one after another, about 20 us in all
+however little they read: an estimate too, which a sparse target at batch 1 feels most.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from eagle3lib.lab.params import PlanParams
 _GPU_BANDWIDTH_SHARE, _GPU_COMPUTE_SHARE = 0.65, 0.43
 _CPU_BANDWIDTH_SHARE, _CPU_COMPUTE_SHARE = 0.35, 0.95
 _CPU_FLOPS_PER_CORE = 200e9  # bf16 matrix products with AVX-512, measured on two cores: 390 to 420
-_NVLINK_S, _PCIE_S = 10e-6, 50e-6
+_NVLINK_S, _PCIE_S, _LAYER_S = 10e-6, 50e-6, 20e-6
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Device:
     collective_s: float
     bandwidth_share: float = _GPU_BANDWIDTH_SHARE
     compute_share: float = _GPU_COMPUTE_SHARE
+    layer_s: float = _LAYER_S
     source: str = "data sheet"
 
     @property
@@ -113,6 +115,7 @@ def _given(device: Device, cfg: PlanParams) -> Device:
         "memory_bytes": cfg.memory_gb * 1e9,
         "link_bytes_per_s": cfg.link_gb_per_s * 1e9,
         "collective_s": cfg.collective_us * 1e-6,
+        "layer_s": cfg.layer_us * 1e-6,
         "bandwidth_share": cfg.bandwidth_share,
         "compute_share": cfg.compute_share,
     }
@@ -136,6 +139,7 @@ def _this_cpu(machine: dict[str, Any], given_gb_per_s: float) -> Device:
         0.0,
         _CPU_BANDWIDTH_SHARE,
         _CPU_COMPUTE_SHARE,
+        0.0,
         "given" if given_gb_per_s else "bandwidth measured now",
     )
 

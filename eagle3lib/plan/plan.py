@@ -79,7 +79,6 @@ def make_plan(cfg: PlanParams, source: Source, machine: dict[str, Any]) -> Plan:
 def target_facts(source: Source, setting: Setting) -> dict[str, Any]:
     """What the config says, and what follows from it; sizes in bytes."""
     shape, weights = source.shape, setting.weights
-    rope = rope_parameters(shape.config)
     experts = "none"
     if shape.experts:
         dense = shape.layers - len(shape.expert_layers)
@@ -104,8 +103,7 @@ def target_facts(source: Source, setting: Setting) -> dict[str, Any]:
         "vocab_size": shape.vocab,
         "tied_embeddings": shape.tied,
         "context": shape.context or None,
-        "rope": f"{rope['rope_type']}, base {rope['rope_theta']:g}"
-        + (f", factor {rope['factor']:g}" if rope.get("factor") else ""),
+        "rope": _rope_text(shape.config),
         "quantisation": quantisation_of(shape).name,
         "parameters": shape.total_parameters,
         "active_parameters": shape.active_parameters,
@@ -120,11 +118,27 @@ def target_facts(source: Source, setting: Setting) -> dict[str, Any]:
     }
 
 
+def _rope_text(config: dict[str, Any]) -> str:
+    """Type, base and factor; of each layer type where they differ. A base that the config does not
+    name is said to be missing, not taken for 10,000."""
+    given = config.get("rope_parameters") or {}
+    kinds = {name: part for name, part in given.items() if isinstance(part, dict)}
+    if kinds:
+        return "; ".join(f"{k}: {_rope_text({'rope_parameters': v})}" for k, v in kinds.items())
+    rope = rope_parameters(config)
+    named = "rope_theta" in config or "rope_theta" in given
+    base = f"base {rope['rope_theta']:g}" if named else "no base named"
+    return f"{rope['rope_type']}, {base}" + (f", factor {rope['factor']:g}" if rope.get("factor")
+                                             else "")  # fmt: skip
+
+
 def device_facts(setting: Setting) -> dict[str, Any]:
     """The figures that a plan stands on; each can be given by a parameter."""
     d = setting.device
     # The roofline: a step of one sequence that reads at full bandwidth and waits for nothing.
-    ideal = replace(d, bandwidth_share=1.0, collective_s=0.0, link_bytes_per_s=float("inf"))
+    ideal = replace(
+        d, bandwidth_share=1.0, collective_s=0.0, layer_s=0.0, link_bytes_per_s=float("inf")
+    )
     roof = replace(setting, device=ideal, host_s=0.0, round_extra_s=0.0)
     return {
         "device": f"{setting.devices} x {d.name}",
@@ -136,6 +150,7 @@ def device_facts(setting: Setting) -> dict[str, Any]:
         "compute_share": d.compute_share,
         "link_gb_per_s": round(d.link_bytes_per_s / 1e9, 1) if setting.devices > 1 else None,
         "collective_us": round(d.collective_s * 1e6, 1) if setting.devices > 1 else None,
+        "layer_us": round(d.layer_s * 1e6, 1),
         "decode_roofline_tokens_per_s": round(1 / roof.step_s(1), 1),
         "decode_expected_tokens_per_s": round(1 / setting.step_s(1), 1),
     }

@@ -6,9 +6,10 @@ One step of ``b`` sequences with ``t`` tokens each (1 in a plain step, K + 1 in 
               and values; over the bandwidth of all devices
     compute   2 FLOPs a weight and token, and attention over the context
     wait      two all-reduces a layer: 2 * layers * (latency + 2 (g-1)/g * b*t*H*2 bytes / link)
+    layers    a fixed time a layer: its kernels start one after another, however little they read
     host      what the engine does between two steps
 
-    step  = max(read, compute) + wait + host
+    step  = max(read, compute) + wait + layers + host
     round = step(K + 1 tokens) + K draft steps;   cost = round / step(1 token)
 
 A drafter pays where its acceptance length is above ``cost``: speed-up = acceptance length / cost
@@ -99,6 +100,7 @@ class Setting:
         computing = flops / self.devices / self.device.flops_per_s / self.device.compute_share
         parts["compute"] = max(0.0, computing - sum(parts.values()))
         parts["collectives"] = 2 * shape.layers * self._collective_s(all_tokens)
+        parts["layers"] = shape.layers * self.device.layer_s
         parts["host"] = self.host_s
         return parts
 
@@ -116,7 +118,7 @@ class Setting:
         flops = batch * 2 * (tokens * (d.layer_parameters + first) + d.head_parameters)
         computing = flops / self.devices / self.device.flops_per_s / self.device.compute_share
         # Two all-reduces of the layer, and the gathered head.
-        waiting = 3 * self._collective_s(batch * tokens)
+        waiting = 3 * self._collective_s(batch * tokens) + self.device.layer_s
         return max(self._read_s(read + cache), computing) + waiting + self.host_s
 
     def round_parts(self, batch: int, steps: int) -> dict[str, float]:

@@ -251,6 +251,7 @@ def step_parts_bars(lines: list[dict[str, Any]]) -> go.Figure:
         "keys and values": GREEN,
         "compute": PURPLE,
         "collectives": ORANGE,
+        "layers": "#999999",
         "host": GREY,
         "drafter": "#D55E00",
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 
 import pytest
 
@@ -59,6 +60,38 @@ def test_findings_follow_from_what_was_said():
     assert [f.code for f in check_engines([no, absent], "X", here=True)] == ["engine-support"]
     assert [f.severity for f in check_engines([absent], "X", here=True)] == ["error"]
     assert [f.severity for f in check_engines([absent], "X", here=False)] == ["warning"]
+
+
+REGISTRY = """
+class Able:
+    def set_eagle3_layers_to_capture(self, ids): ...
+class Unable: ...
+class ModelRegistry:
+    models = {"A": Able, "B": Unable}
+    get_supported_archs = staticmethod(models.keys)
+    resolve_model_cls = staticmethod(lambda names: (ModelRegistry.models[names[0]], names[0]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("architecture", "verdict"),
+    [
+        ("A", "serves it with EAGLE-3"),
+        ("B", "serves it, but not with EAGLE-3"),
+        ("C", "does not know this architecture"),
+    ],
+)
+def test_sglang_is_asked_by_duck_typing(tmp_path, monkeypatch, architecture, verdict):
+    """A stand-in with the registry's two calls as SGLang has them; SGLang itself is not here."""
+    models = tmp_path / "sglang" / "srt" / "models"
+    models.mkdir(parents=True)
+    (models / "registry.py").write_text(REGISTRY)
+    info = tmp_path / "sglang-0.5.23.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.23\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    found = _ask("sglang", sys.executable, architecture, 30)
+    assert (found["version"], found["verdict"]) == ("0.5.23", verdict)
 
 
 @pytest.mark.slow

@@ -217,3 +217,33 @@ def test_every_profile_plans_without_weights_and_fits_the_machine_it_names(name,
     cfg = load_profile(name)["00_plan"]
     source = open_source(cfg.target)
     assert errors(make_plan(cfg, source, MACHINE)) == []
+
+
+def test_odd_spellings_of_configs_are_read():
+    """Nulls where a key means nothing, sizes inside a wrapper, rotary settings per layer type."""
+    nulls = changed(LLAMA_8B, head_dim=None, rope_scaling=None, sliding_window=None)
+    assert Shape(nulls).total_parameters == Shape(LLAMA_8B).total_parameters
+    text = {k: v for k, v in LLAMA_8B.items() if k != "architectures"}
+    wrapped = {"architectures": ["SomeVLForConditionalGeneration"], "model_type": "some_vl",
+               "text_config": text}  # fmt: skip
+    facts = planned(wrapped, gpu="h100").numbers["target"]
+    assert facts["parameters"] == Shape(LLAMA_8B).total_parameters
+    assert "inside SomeVL" in facts["text model"]
+    per_type = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
+    rope = planned(changed(LLAMA_8B, rope_parameters=per_type), gpu="h100").numbers["target"][
+        "rope"
+    ]
+    assert "full_attention: default, base 1e+06" in rope
+    without = {k: v for k, v in LLAMA_8B.items() if k != "rope_theta"}
+    assert "no base named" in planned(without, gpu="h100").numbers["target"]["rope"]
+
+
+def test_templates_of_every_place_are_found(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
+    named = [{"name": "tools", "template": "T"}, {"name": "default", "template": "D"}]
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": named, "added_tokens_decoder": {"1": {"content": "<think>"}}})
+    )
+    source = open_source(str(tmp_path))
+    assert source.chat_template() == "D"
+    assert source.reasoning_markers() == ["<think>"]
