@@ -105,6 +105,31 @@ def tokens(
 
 
 @app.command()
+def plan(
+    target: Annotated[str, typer.Argument(help="a profile, a folder, a config.json or a Hub id")],
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME=VALUE]...", help="values of 00_plan")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print the numbers as JSON")] = False,
+    engines: Annotated[bool, typer.Option(help="ask the installed engines (20 s)")] = True,
+) -> None:
+    """What a target costs, whether it fits, and whether speculation pays; from its config alone.
+
+    Exits with 2 when the plan can't fit. Example: eagle3 plan Qwen/Qwen3-8B gpu=h100 epochs=3
+    """
+    import json
+
+    from eagle3lib.lab.finding import raise_errors
+    from eagle3lib.plan.command import plan_of
+    from eagle3lib.plan.plan import plan_text
+
+    made = plan_of(target, words or [], engines=engines)
+    found = {"findings": [f.as_dict() for f in made.findings]}
+    print(json.dumps(made.numbers | found, indent=2) if as_json else plan_text(made))
+    raise_errors(made.findings)
+
+
+@app.command()
 def notebooks(
     check: Annotated[
         bool, typer.Option(help="change nothing, exit 1 when a cell is out of step")
