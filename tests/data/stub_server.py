@@ -12,8 +12,8 @@ from eagle3lib.data.prompts import Prompt, prompt_id
 
 
 class StubServer:
-    """``reply(request)`` gives a body, or the name of a fault; ``pages`` (path -> body or status) are
-    what GET finds. ``kill`` closes the port and every connection, ``start`` opens the same port
+    """``reply(request)`` gives a body, or the name of a fault; GET finds ``pages``, from path to
+    body or status. ``kill`` closes the port and every connection, ``start`` opens the same port
     again."""
 
     def __init__(self, reply, *, model="target", version="0.32.0", pages=()):

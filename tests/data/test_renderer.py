@@ -210,12 +210,3 @@ def test_a_target_without_a_template_is_a_user_error(start, tmp_path):
         generate_answers(
             [prompt_of("x")], client, tmp_path / "a", SAMPLING, concurrency=1, max_reject_share=0.0
         )
-
-
-def test_sampling_defaults_are_the_targets_own_but_for_those_that_switch_off(tmp_path):
-    (tmp_path / "generation_config.json").write_text(
-        '{"top_p": 0.8, "top_k": 0, "repetition_penalty": 1.05, "temperature": 0.7}'
-    )
-    expected = {"top_p": 0.8, "repetition_penalty": 1.05}
-    assert target_renderer(tmp_path).sampling_defaults == expected
-    assert target_renderer(tmp_path / "none").sampling_defaults == {}
