@@ -3,8 +3,9 @@
 Its chat API tells no token ids, so prompts are rendered by the target's own template on this side
 and sent as ids: the server sees exactly those. Facts (SGLang 0.5, ``/generate``)::
 
-    request   input_ids, sampling_params {max_new_tokens, temperature, sampling_seed}
-    reply     text       without the stop token and other special tokens
+    request   input_ids, sampling_params {max_new_tokens, temperature, sampling_seed,
+                                           skip_special_tokens}
+    reply     text       without the stop token; other special tokens stay if they are not skipped
               output_ids with the stop token
               meta_info  {prompt_tokens, completion_tokens, finish_reason: {type: stop | length |
                           abort, matched: ...}, spec_verify_ct, ...}
@@ -50,7 +51,7 @@ def _first_page(client: openai.OpenAI, url: str, pages: tuple[str, ...]) -> dict
             told = client.get(f"{url}{page}", cast_to=object)
         except (openai.RateLimitError, openai.InternalServerError, openai.APIConnectionError):
             raise
-        except openai.APIStatusError:  # 404, or a server that wants something else of us
+        except (openai.APIStatusError, ValueError):  # 404, or no JSON: the page is another's
             continue
         if isinstance(told, dict):
             return told
@@ -66,7 +67,13 @@ def request_body(
 ) -> dict[str, Any]:
     """Body of a request. Unlike a chat API, this one takes nothing out of the target's
     ``generation_config.json``: the sampling is what is asked for, as with our own vLLM."""
-    sampling: dict[str, Any] = {"max_new_tokens": max_tokens, "temperature": temperature}
+    sampling: dict[str, Any] = {
+        "max_new_tokens": max_tokens,
+        "temperature": temperature,
+        # Where the end of reasoning is a special token, the text would lose it.
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+    }
     if seed is not None:
         sampling["sampling_seed"] = seed
     return {"input_ids": prompt_ids, "sampling_params": sampling, "stream": False}

@@ -1,5 +1,6 @@
 """Servers that tell no token ids: what is rendered is what was served, or it is refused."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -7,12 +8,14 @@ from chat_formats import FAMILIES, TOOLS, assistant, call, template_of, user
 from stub_server import StubServer, own_words, prompt_of
 
 from eagle3lib.data.generate import generate_answers
-from eagle3lib.data.phase import describe_answers
+from eagle3lib.data.phase import PromptSets, answer_all, describe_answers
 from eagle3lib.data.renderer import TargetRenderer, target_renderer
 from eagle3lib.data.rows import read_answers, read_rejects
 from eagle3lib.data.turns import Sampling
 from eagle3lib.engine.client import Asked, BadReply, Client, NotExact, Told
 from eagle3lib.lab.errors import UserError
+from eagle3lib.lab.params import GenerateParams
+from eagle3lib.lab.run import Phase
 
 # A plain answer is not what these show of one: the prompt opens the reasoning, or the finished turn
 # has an empty block that no server has shown us. (DeepSeek-R1 knows no switch.)
@@ -168,6 +171,35 @@ def test_rows_of_such_a_server_are_marked_and_counted(start, tmp_path):
         assert template.decode(row.answer_token_ids) == "said it<|im_end|>"
     counts = describe_answers(rows, [], [])
     assert counts["token_ids_from"] == {"served": 0, "rendered": 3, "given": 0}
+
+
+def test_servers_of_both_kinds_are_counted_apart_and_the_console_says_which(
+    start, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("EAGLE3_OUTPUTS", str(tmp_path))
+    template, target = template_of("smollm2"), tmp_path / "target"
+    template.tokenizer.save_pretrained(target)
+    (target / "config.json").write_text(f'{{"eos_token_id": {template.stop_ids[0]}}}')
+    silent = start(textonly(template))
+
+    def tells(request):
+        body = textonly(template)(request)
+        ids = served_ids(template, Asked(request["messages"], (), "default"), "said it")
+        choice = body["choices"][0] | {"token_ids": ids[1]}
+        return body | {"choices": [choice], "prompt_token_ids": ids[0]}
+
+    prompts = [prompt_of(f"question {i}") for i in range(30)]
+    held = [p for p in prompts if p.split == "heldout"]
+    sets = PromptSets([p for p in prompts if p.split == "train"], held, [])
+    cfg = GenerateParams(run="x", server=f"{silent.url},{start(tells).url}", answer_tokens=10_000)
+    phase = Phase(cfg, {"target": "print"})
+    metrics = answer_all(phase, cfg, sets, target)
+    kinds = Counter(row.token_ids_from for row in read_answers(phase.folder))
+    assert metrics["token_ids_from"] == {**kinds, "given": 0} and min(kinds.values()) > 0
+    assert kinds["rendered"] == len(silent.requests)
+    # Both kinds give the same ids here, so only the mark can tell them apart.
+    assert len({tuple(r.answer_token_ids) for r in read_answers(phase.folder)}) == 1
+    assert f"{silent.url} tells no token ids" in capsys.readouterr().out
 
 
 def test_a_refused_answer_is_a_reject_with_its_reason_and_is_not_asked_again(start, tmp_path):

@@ -17,7 +17,8 @@ from eagle3lib.lab.errors import UserError
 
 INFO = {"model_path": "/models/x", "tokenizer_path": "/models/x", "is_generation": True}
 PAGES = {"/model_info": INFO, "/server_info": {"model_path": "/models/x", "version": "0.5.6"}}
-KNOWN = {"max_new_tokens", "temperature", "sampling_seed"}
+TEXT = {"skip_special_tokens": False, "spaces_between_special_tokens": False}
+KNOWN = {"max_new_tokens", "temperature", "sampling_seed", *TEXT}
 MAX_PROMPT_TOKENS = 3000
 
 
@@ -90,7 +91,7 @@ def test_ids_go_in_and_ids_come_out(start, page):
     assert server.paths == ["/generate"]
     assert server.requests == [{
         "input_ids": answer.prompt_token_ids, "stream": False,
-        "sampling_params": {"max_new_tokens": 40, "temperature": 0.5, "sampling_seed": 7},
+        "sampling_params": {"max_new_tokens": 40, "temperature": 0.5, "sampling_seed": 7, **TEXT},
     }]  # fmt: skip
 
 
