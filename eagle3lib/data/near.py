@@ -75,20 +75,21 @@ class _Kept:
 def drop_near_duplicates(files: Sequence[PromptFile], least: float) -> list[PromptFile]:
     """The files without prompts that are similar by ``least`` or more to one that stays.
 
-    The first one stays, in the order of the files and of their rows. ``least`` 0 changes nothing.
+    The first one stays, in the order of the files and, in each, of the prompts' ids: those are
+    hashes of their content, so the order of the rows decides nothing. ``least`` 0 changes nothing.
     """
     if least == 0:
         return list(files)
     kept = _Kept(least)
     results = []
     for file in files:
-        prompts, rejects = [], list(file.rejects)
-        for prompt in file.prompts:
-            place = file.places[prompt.id]
-            near = kept.add(prompt, place)
-            if near:
-                rejects.append(Reject(place, NEAR_DUPLICATE, prompt.id, near))
-            else:
-                prompts.append(prompt)
-        results.append(replace(file, prompts=prompts, rejects=rejects))
+        in_order = sorted(file.prompts, key=lambda p: p.id)
+        near = {p.id: kept.add(p, file.places[p.id]) for p in in_order}
+        prompts = [p for p in file.prompts if not near[p.id]]
+        rejects = [
+            Reject(file.places[p.id], NEAR_DUPLICATE, p.id, near[p.id])
+            for p in file.prompts
+            if near[p.id]
+        ]
+        results.append(replace(file, prompts=prompts, rejects=[*file.rejects, *rejects]))
     return results
