@@ -12,6 +12,7 @@ from eagle3lib.data.template import ChatTemplate
 
 FOLDER = Path(__file__).parent / "templates"
 LLAMA = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+LLAMA31 = [*LLAMA, "<|eom_id|>", "<|python_tag|>"]
 CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 DEEPSEEK = [
     "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>",
@@ -27,6 +28,7 @@ KIMI = [
 # Family -> its special tokens, and which of them end a turn.
 FAMILIES: dict[str, tuple[list[str], list[str]]] = {
     "llama3": (LLAMA, ["<|eot_id|>"]),
+    "llama31": (LLAMA31, ["<|eot_id|>", "<|eom_id|>"]),
     "qwen3": (CHATML, ["<|im_end|>", "<|endoftext|>"]),
     "smollm2": (CHATML, ["<|im_end|>"]),
     "deepseek_v3": (DEEPSEEK, ["<｜end▁of▁sentence｜>"]),
