@@ -93,8 +93,9 @@ def tokens(
     ] = None,
 ) -> None:
     """Print a row with its trained tokens marked; a prompt that differs from the template first."""
+    from eagle3lib.data.asked import thinking_arguments
     from eagle3lib.data.template import load_chat_template
-    from eagle3lib.data.tokens_view import read_row, row_text, thinking_arguments, view_row
+    from eagle3lib.data.tokens_view import read_row, row_text, view_row
     from eagle3lib.target.folder import open_target
 
     found = read_row(file, row)

@@ -7,14 +7,13 @@ view for each assistant turn. A difference between served and rendered prompt is
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import html
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from eagle3lib.data.asked import as_asked, thinking_arguments
 from eagle3lib.data.render import check_mask, render_turns
 from eagle3lib.data.template import (
     ChatTemplate,
@@ -126,26 +125,8 @@ def _view_served(row: dict[str, Any], template: ChatTemplate, title: str) -> Row
 
 def _rendered_prompt(row: dict[str, Any], template: ChatTemplate) -> list[int]:
     """The ids that the template gives for what the row asked, with the row's own switch."""
-    messages = row["messages"]
-    if messages and messages[-1].get("role") == "assistant":
-        messages = messages[:-1]
-    sampling = row.get("sampling")
-    switch = sampling.get("thinking") if isinstance(sampling, dict) else None
-    own = thinking_arguments({"on": True, "off": False}.get(switch))
-    asked = replace(template, arguments=own | template.arguments)
-    text = asked.render(_as_servers_read(messages), prompt=True, tools=row.get("tools") or None)
-    return template.ids(text)
-
-
-def _as_servers_read(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """vLLM hands a call's arguments, in requests a JSON string, to the template as an object."""
-    read = copy.deepcopy(messages)
-    for call in [c for m in read for c in m.get("tool_calls") or [] if isinstance(c, dict)]:
-        function = call.get("function")
-        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-            with contextlib.suppress(json.JSONDecodeError):
-                function["arguments"] = json.loads(function["arguments"])
-    return read
+    asked, messages = as_asked(row["messages"], row.get("sampling"), template)
+    return asked.ids(asked.render(messages, prompt=True, tools=row.get("tools") or None))
 
 
 def _equal_with_thinking(row: dict[str, Any], template: ChatTemplate) -> str:
@@ -155,12 +136,6 @@ def _equal_with_thinking(row: dict[str, Any], template: ChatTemplate) -> str:
         if _rendered_prompt(row, switched) == row["prompt_token_ids"]:
             return f"\n  equal with thinking {word}: --{'' if value else 'no-'}thinking"
     return ""
-
-
-def thinking_arguments(thinking: bool | None) -> dict[str, Any]:
-    """Qwen3 reads ``enable_thinking``, DeepSeek-V3.1 and Kimi-K2.5 ``thinking``; templates leave
-    unknown names alone."""
-    return {} if thinking is None else {"enable_thinking": thinking, "thinking": thinking}
 
 
 def row_text(view: RowView, template: ChatTemplate, *, colour: bool) -> str:
