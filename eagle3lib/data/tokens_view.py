@@ -24,11 +24,13 @@ from eagle3lib.data.template import (
 )
 from eagle3lib.lab.errors import UserError
 
+_Piece = tuple[str, list[int]]  # text and the ids that it is made of
+
 _BOUNDARY_TOKENS = 6
 _RESET, _PROMPT = "\x1b[0m", "\x1b[2m"
 # Two shades, so that the borders between trained tokens are seen.
-_TRAINED = ("\x1b[30;42m", "\x1b[30;102m")
-_HTML_TRAINED = ("#b7e4c7", "#74c69d")
+_TRAINED, _LEFT_OUT = ("\x1b[30;42m", "\x1b[30;102m"), ("\x1b[30;47m", "\x1b[30;107m")
+_HTML_TRAINED, _HTML_LEFT_OUT = ("#b7e4c7", "#74c69d"), ("#e9e9e9", "#d6d6d6")
 
 
 @dataclass(frozen=True)
@@ -38,11 +40,12 @@ class RowView:
     title: str
     prompt_token_ids: list[int]
     answer_token_ids: list[int]
-    rendered_token_ids: list[int]  # the served prompt, as the template gives it; [] if unknown
+    rendered_token_ids: list[int]  # a served prompt, as the template gives it; [] if unknown
     difference: str
     problems: list[str]
     left_out: str  # why nothing of the row is trained
     note: str
+    served: bool  # the prompt is what a server saw; else the template's own
 
 
 def read_row(path: Path, number: int) -> dict[str, Any]:
@@ -101,6 +104,7 @@ def view_row(row: dict[str, Any], template: ChatTemplate, title: str) -> list[Ro
             left_out="",
             note="rendered by the template, no served ids to compare with"
             + (f"; not exact: {turn.note}" if turn.note else ""),
+            served=False,
         )
         for turn in turns
     ]
@@ -120,7 +124,7 @@ def _view_served(row: dict[str, Any], template: ChatTemplate, title: str) -> Row
     left_out = row.get("kept_apart") or ("looping" if row.get("looping") else "")
     left_out = "held out" if row.get("split", "train") != "train" else left_out
     note = f"finish reason {finish or 'unknown'}"
-    return RowView(title, served, answer, rendered, difference, problems, left_out, note)
+    return RowView(title, served, answer, rendered, difference, problems, left_out, note, True)
 
 
 def _rendered_prompt(row: dict[str, Any], template: ChatTemplate) -> list[int]:
@@ -139,40 +143,48 @@ def _equal_with_thinking(row: dict[str, Any], template: ChatTemplate) -> str:
 
 
 def row_text(view: RowView, template: ChatTemplate, *, colour: bool) -> str:
-    """The view for a terminal; trained tokens coloured, or in ``[[...]]`` without colour."""
+    """The view for a terminal: trained tokens in green, an answer that is left out in grey;
+    without colour in ``[[...]]`` and ``((...))``."""
     prompt = _pieces(view.prompt_token_ids, template)
     answer = _pieces(view.answer_token_ids, template)
-    lines = [*_headlines(view), "", *_tails(view, template), ""]
-    left = " ".join(repr(text) for text, _ in prompt[-_BOUNDARY_TOKENS:])
-    right = " ".join(repr(text) for text, _ in answer[:_BOUNDARY_TOKENS])
-    lines += [f"boundary: ... {left} || {right} ...", ""]
+    lines = [*_headlines(view), "", *_tails(view, template), "", _boundary(prompt, answer), ""]
     if colour:
         body = _PROMPT + "".join(_printable(text) for text, _ in prompt) + _RESET
         for index, (text, _) in enumerate(answer):
-            code = _TRAINED[index % 2]
+            code = (_LEFT_OUT if view.left_out else _TRAINED)[index % 2]
             body += code + _printable(text).replace("\n", f"{_RESET}\n{code}") + _RESET
     else:
         said = "".join(_printable(text) for text, _ in answer)
-        body = "".join(_printable(text) for text, _ in prompt) + f"[[{said}]]"
+        body = "".join(_printable(text) for text, _ in prompt)
+        body += f"(({said}))" if view.left_out else f"[[{said}]]"
     return "\n".join([*lines, body])
+
+
+def _boundary(prompt: list[_Piece], answer: list[_Piece]) -> str:
+    """The tokens around the boundary between what was asked and what was said."""
+    left = " ".join(repr(text) for text, _ in prompt[-_BOUNDARY_TOKENS:])
+    right = " ".join(repr(text) for text, _ in answer[:_BOUNDARY_TOKENS])
+    return f"boundary: ... {left} || {right} ..."
 
 
 def row_html(view: RowView, template: ChatTemplate) -> str:
     """The view for a notebook; each token's ids stand in its tooltip."""
 
-    def spans(ids: list[int], style: tuple[str, ...]) -> str:
+    def spans(pieces: list[_Piece], style: tuple[str, ...]) -> str:
         return "".join(
             f'<span style="{style[index % len(style)]}" title="{" ".join(map(str, own))}">'
             f"{html.escape(text)}</span>"
-            for index, (text, own) in enumerate(_pieces(ids, template))
+            for index, (text, own) in enumerate(pieces)
         )
 
-    head = "\n".join([*_headlines(view), *_tails(view, template)])
-    trained = tuple(f"background:{shade};color:#000" for shade in _HTML_TRAINED)
+    prompt = _pieces(view.prompt_token_ids, template)
+    answer = _pieces(view.answer_token_ids, template)
+    head = "\n".join([*_headlines(view), *_tails(view, template), _boundary(prompt, answer)])
+    shades = _HTML_LEFT_OUT if view.left_out else _HTML_TRAINED
     return (
         f'<pre style="white-space:pre-wrap">{html.escape(head)}\n\n'
-        f"{spans(view.prompt_token_ids, ('opacity:.6',))}"
-        f"{spans(view.answer_token_ids, trained)}</pre>"
+        f"{spans(prompt, ('opacity:.6',))}"
+        f"{spans(answer, tuple(f'background:{shade};color:#000' for shade in shades))}</pre>"
     )
 
 
@@ -194,16 +206,17 @@ def _tails(view: RowView, template: ChatTemplate) -> list[str]:
     """The last 20 prompt ids of both sides; a difference has shown them already."""
     if view.rendered_token_ids and view.difference:
         return []
-    lines = [f"last prompt ids, as in the row:   {show_tail(view.prompt_token_ids, template)}"]
+    whose = "as served:      " if view.served else "by the template:"
+    lines = [f"last prompt ids, {whose} {show_tail(view.prompt_token_ids, template)}"]
     if view.rendered_token_ids:
         rendered = show_tail(view.rendered_token_ids, template)
         lines.append(f"last prompt ids, by the template: {rendered}")
     return lines
 
 
-def _pieces(ids: list[int], template: ChatTemplate) -> list[tuple[str, list[int]]]:
+def _pieces(ids: list[int], template: ChatTemplate) -> list[_Piece]:
     """(text, its ids): one token each, several where a character is spread over tokens."""
-    pieces: list[tuple[str, list[int]]] = []
+    pieces: list[_Piece] = []
     waiting: list[int] = []
     for token in ids:
         waiting.append(token)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import html
 import importlib.util
 import json
+import re
 import sys
 from dataclasses import asdict
 
@@ -120,6 +122,27 @@ def test_html_marks_trained_tokens_and_escapes_the_rows_own_markup():
     assert "<b>" not in page
     assert page.count("background:") == 5
     assert f'title="{template.ids("<|im_end|>")[0]}">&lt;|im_end|&gt;</span>' in page
+
+
+def test_the_notebooks_view_says_all_that_the_terminals_does():
+    """The boundary and the last ids once stood in the terminal's view alone."""
+    template = template_of("qwen3")
+    other = PROMPT + "<think>\n\n</think>\n\n"
+    for row in (served_row(template, PROMPT), served_row(template, other)):
+        (view,) = view_row(row, template, "row 1")
+        page = html.unescape(re.sub(r"<[^>]*>", "", row_html(view, template)))
+        text = row_text(view, template, colour=False).replace("[[", "").replace("]]", "")
+        assert re.sub(r"\n+", "\n", page) == re.sub(r"\n+", "\n", text)
+
+
+def test_an_answer_that_is_not_trained_is_not_in_the_colour_of_the_trained():
+    template = template_of("qwen3")
+    row = served_row(template, PROMPT, split="heldout")
+    (view,) = view_row(row, template, "row 1")
+    assert shown(row, template).endswith(PROMPT + "((Hello!<|im_end|>))")
+    assert "\x1b[30;42m" not in row_text(view, template, colour=True)
+    green = row_html(view_row(row | {"split": "train"}, template, "row 1")[0], template)
+    assert "#b7e4c7" in green and "#b7e4c7" not in row_html(view, template)
 
 
 @pytest.mark.parametrize(
