@@ -93,8 +93,7 @@ def tokens(
     ] = None,
 ) -> None:
     """Print a row with its trained tokens marked; a prompt that differs from the template first."""
-    from eagle3lib.data.asked import thinking_arguments
-    from eagle3lib.data.template import load_chat_template
+    from eagle3lib.data.template import load_chat_template, thinking_arguments
     from eagle3lib.data.tokens_view import read_row, row_text, view_row
     from eagle3lib.target.folder import open_target
 

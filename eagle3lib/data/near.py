@@ -82,27 +82,36 @@ class _Index:
 def drop_near_duplicates(files: Sequence[PromptFile], least: float) -> list[PromptFile]:
     """The files without prompts that are similar by ``least`` or more to one that stays.
 
-    The first one stays, in the order of the files and of their rows. ``least`` 0 changes nothing.
+    The first one stays, in the order of the files and, in each, of the prompts' ids: those are
+    hashes of their content, so the order of the rows decides nothing. ``least`` 0 changes nothing.
     """
     if least == 0:
         return list(files)
     kept: dict[str, tuple[Prompt, str]] = {}  # id -> (prompt, place)
     index = _Index(least, lambda key: word_ngrams(kept[key][0]))
+
+    def near_which(prompt: Prompt, place: str) -> str:
+        """ "" keeps the prompt; an equal id does too: the split looks after it."""
+        grams = word_ngrams(prompt)
+        if prompt.id in kept or not grams:
+            return ""
+        share, other = index.find_or_add(prompt.id, grams)
+        if other:
+            return f"similarity {share:.2f} to {other} at {kept[other][1]}"
+        kept[prompt.id] = (prompt, place)
+        return ""
+
     results = []
     for file in files:
-        prompts, rejects = [], list(file.rejects)
-        for prompt in file.prompts:
-            place, grams = file.places[prompt.id], word_ngrams(prompt)
-            share, other = 0.0, ""
-            if grams and prompt.id not in kept:  # an equal id: the split looks after it
-                share, other = index.find_or_add(prompt.id, grams)
-            if other:
-                near = f"similarity {share:.2f} to {other} at {kept[other][1]}"
-                rejects.append(Reject(place, NEAR_DUPLICATE, prompt.id, near))
-            else:
-                kept.setdefault(prompt.id, (prompt, place))
-                prompts.append(prompt)
-        results.append(replace(file, prompts=prompts, rejects=rejects))
+        in_order = sorted(file.prompts, key=lambda p: p.id)
+        near = {p.id: near_which(p, file.places[p.id]) for p in in_order}
+        rejects = [
+            Reject(file.places[p.id], NEAR_DUPLICATE, p.id, near[p.id])
+            for p in file.prompts
+            if near[p.id]
+        ]
+        prompts = [p for p in file.prompts if not near[p.id]]
+        results.append(replace(file, prompts=prompts, rejects=[*file.rejects, *rejects]))
     return results
 
 

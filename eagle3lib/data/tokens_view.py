@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from eagle3lib.data.asked import as_asked, thinking_arguments
+from eagle3lib.data.asked import as_asked
 from eagle3lib.data.render import check_mask, render_turns
 from eagle3lib.data.template import (
     ChatTemplate,
@@ -21,6 +21,7 @@ from eagle3lib.data.template import (
     compare_prompts,
     load_chat_template,
     show_tail,
+    thinking_arguments,
 )
 from eagle3lib.lab.errors import UserError
 

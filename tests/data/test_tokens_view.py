@@ -14,9 +14,8 @@ import pytest
 from chat_formats import TOOLS, assistant, call, template_of, user
 
 from eagle3lib import cli
-from eagle3lib.data.asked import thinking_arguments
 from eagle3lib.data.generate import AnswerRow
-from eagle3lib.data.template import ChatTemplate, load_chat_template
+from eagle3lib.data.template import ChatTemplate, load_chat_template, thinking_arguments
 from eagle3lib.data.tokens_view import read_row, row_html, row_text, view_row
 from eagle3lib.lab.errors import UserError
 

@@ -234,6 +234,7 @@ def test_the_phase_asks_all_its_servers_and_tells_what_it_made(monkeypatch, tmp_
     from eagle3lib.lab.run import Phase
 
     monkeypatch.setenv("EAGLE3_OUTPUTS", str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")  # no stop ids: the words here have none
     servers = [StubServer(own_words), StubServer(own_words)]
     prompts = [prompt_of(f"one {i}", "x", "two") for i in range(40)]
     sets = PromptSets(
