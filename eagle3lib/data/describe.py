@@ -28,7 +28,11 @@ _SCRIPTS = ("LATIN", "CYRILLIC", "GREEK", "ARABIC", "HEBREW", "DEVANAGARI", "CJK
 
 
 def data_report(
-    rows: Sequence[AnswerRow], target_folder: Path, stop_ids: Sequence[int]
+    rows: Sequence[AnswerRow],
+    target_folder: Path,
+    stop_ids: Sequence[int],
+    *,
+    trust_remote_code: bool = False,
 ) -> dict[str, Any]:
     """All counts of the report, as phase 01 keeps them in its metrics.
 
@@ -37,8 +41,8 @@ def data_report(
     """
     problem = ""
     try:
-        template = load_chat_template(target_folder, stop_ids)
-    except UserError as error:  # a tokenizer that needs remote code, say: the rows are all right
+        template = load_chat_template(target_folder, stop_ids, trust_remote_code=trust_remote_code)
+    except UserError as error:  # the rows themselves are none the worse
         template, problem = None, str(error)
     roles = tokens_by_role(rows, template)
     return {

@@ -9,9 +9,9 @@ between the common beginning and the common end of the two renders is the messag
     the user's                    Why?
 
 What no message changes is scaffolding: headers, stop tokens, a system prompt of the template's own,
-the descriptions of tools, an opened or empty think block. Neither a template that rewrites history
-nor one that moves the system prompt is in the way. A token counts where it begins. Cost: one render
-a message and one tokenisation a row.
+the descriptions of tools, the fixed marks around a call, an opened or empty think block. Neither a
+template that rewrites history nor one that moves the system prompt is in the way. A token counts
+where it begins. Cost: one render a message and two tokenisations a row.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from eagle3lib.data.asked import as_asked
 from eagle3lib.data.render import END_THINK
 from eagle3lib.data.rows import AnswerRow
 from eagle3lib.data.template import ChatTemplate, Message, RefusedTurn
+from eagle3lib.data.tokens_view import token_pieces
 
 SCAFFOLDING, UNKNOWN = "scaffolding", "prompt of unknown parts"
 # Earlier answers are "assistant"; the row's own answer is "reasoning" and "answer".
@@ -49,21 +50,36 @@ def tokens_by_role(
 
 def prompt_roles(row: AnswerRow, template: ChatTemplate | None) -> Counter[str]:
     """Prompt tokens by role. All are of unknown parts where the served ids are not those that the
-    template gives for the row's messages, or its tokenizer does not say where a token begins."""
+    template gives for the row's messages, or where its tokens begin can't be told."""
     unknown = Counter({UNKNOWN: len(row.prompt_token_ids)})
-    if template is None or not getattr(template.tokenizer, "is_fast", False):
+    if template is None:
         return unknown
     asked, messages = as_asked(row.messages, row.sampling, template)
     try:
         text = asked.render(messages, prompt=True, tools=row.tools or None)
-        given = asked.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        if list(given["input_ids"]) != row.prompt_token_ids:
+        if asked.ids(text) != row.prompt_token_ids:
             return unknown
+        begins = _begins(text, row.prompt_token_ids, asked)
         owners = _owners(text, messages, asked, row.tools)
     except RefusedTurn:
         return unknown
-    begins = [begin for begin, _ in given["offset_mapping"]]
-    return Counter(owners[begin] if begin < len(owners) else SCAFFOLDING for begin in begins)
+    return Counter(owners[begin] for begin in begins) if begins else unknown
+
+
+def _begins(text: str, ids: list[int], template: ChatTemplate) -> list[int]:
+    """The character at which each token of ``text`` begins; [] where that can't be told."""
+    if getattr(template.tokenizer, "is_fast", False):
+        given = template.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        begins = [begin for begin, _ in given["offset_mapping"]]
+    else:  # Kimi's tokenizer, say, tells no places: they follow from what the tokens say
+        pieces = token_pieces(ids, template)
+        if "".join(piece for piece, _ in pieces) != text:
+            return []
+        begins, at = [], 0
+        for piece, own in pieces:
+            begins += [at] * len(own)
+            at += len(piece)
+    return [min(begin, len(text) - 1) for begin in begins]
 
 
 def answer_roles(row: AnswerRow, template: ChatTemplate | None) -> Counter[str]:

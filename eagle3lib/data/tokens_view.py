@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import html
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from eagle3lib.data.template import (
 )
 from eagle3lib.lab.errors import UserError
 
-_Piece = tuple[str, list[int]]  # text and the ids that it is made of
+Piece = tuple[str, list[int]]  # text and the ids that it is made of
 
 _BOUNDARY_TOKENS = 6
 _RESET, _PROMPT = "\x1b[0m", "\x1b[2m"
@@ -146,8 +147,8 @@ def _equal_with_thinking(row: dict[str, Any], template: ChatTemplate) -> str:
 def row_text(view: RowView, template: ChatTemplate, *, colour: bool) -> str:
     """The view for a terminal: trained tokens in green, an answer that is left out in grey;
     without colour in ``[[...]]`` and ``((...))``."""
-    prompt = _pieces(view.prompt_token_ids, template)
-    answer = _pieces(view.answer_token_ids, template)
+    prompt = token_pieces(view.prompt_token_ids, template)
+    answer = token_pieces(view.answer_token_ids, template)
     lines = [*_headlines(view), "", *_tails(view, template), "", _boundary(prompt, answer), ""]
     if colour:
         body = _PROMPT + "".join(_printable(text) for text, _ in prompt) + _RESET
@@ -161,7 +162,7 @@ def row_text(view: RowView, template: ChatTemplate, *, colour: bool) -> str:
     return "\n".join([*lines, body])
 
 
-def _boundary(prompt: list[_Piece], answer: list[_Piece]) -> str:
+def _boundary(prompt: list[Piece], answer: list[Piece]) -> str:
     """The tokens around the boundary between what was asked and what was said."""
     left = " ".join(repr(text) for text, _ in prompt[-_BOUNDARY_TOKENS:])
     right = " ".join(repr(text) for text, _ in answer[:_BOUNDARY_TOKENS])
@@ -171,15 +172,15 @@ def _boundary(prompt: list[_Piece], answer: list[_Piece]) -> str:
 def row_html(view: RowView, template: ChatTemplate) -> str:
     """The view for a notebook; each token's ids stand in its tooltip."""
 
-    def spans(pieces: list[_Piece], style: tuple[str, ...]) -> str:
+    def spans(pieces: list[Piece], style: tuple[str, ...]) -> str:
         return "".join(
             f'<span style="{style[index % len(style)]}" title="{" ".join(map(str, own))}">'
             f"{html.escape(text)}</span>"
             for index, (text, own) in enumerate(pieces)
         )
 
-    prompt = _pieces(view.prompt_token_ids, template)
-    answer = _pieces(view.answer_token_ids, template)
+    prompt = token_pieces(view.prompt_token_ids, template)
+    answer = token_pieces(view.answer_token_ids, template)
     head = "\n".join([*_headlines(view), *_tails(view, template), _boundary(prompt, answer)])
     shades = _HTML_LEFT_OUT if view.left_out else _HTML_TRAINED
     return (
@@ -215,9 +216,9 @@ def _tails(view: RowView, template: ChatTemplate) -> list[str]:
     return lines
 
 
-def _pieces(ids: list[int], template: ChatTemplate) -> list[_Piece]:
+def token_pieces(ids: list[int], template: ChatTemplate) -> list[Piece]:
     """(text, its ids): one token each, several where a character is spread over tokens."""
-    pieces: list[_Piece] = []
+    pieces: list[Piece] = []
     waiting: list[int] = []
     for token in ids:
         waiting.append(token)
@@ -234,13 +235,20 @@ def _printable(text: str) -> str:
     return "".join(c if c in "\n\t" or c.isprintable() or ord(c) > 0x9F else "�" for c in text)
 
 
-def show_row(path: Path, number: int, target_folder: Path, stop_ids: list[int]) -> str:
+def show_row(
+    path: Path,
+    number: int,
+    target_folder: Path,
+    stop_ids: Sequence[int],
+    *,
+    trust_remote_code: bool = False,
+) -> str:
     """HTML of a served row for a notebook; the reason in its place where the target's template
-    can't be loaded here (a tokenizer that needs remote code, say): the row itself is none the
+    can't be loaded here (a tokenizer that needs code of its own, say): the row itself is none the
     worse."""
     row = read_row(path, number)
     try:
-        template = load_chat_template(target_folder, stop_ids)
+        template = load_chat_template(target_folder, stop_ids, trust_remote_code=trust_remote_code)
     except UserError as error:
         return f"<pre>{html.escape(str(error))}</pre>"
     return row_html(view_row(row, template, f"row {number}")[0], template)

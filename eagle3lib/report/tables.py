@@ -25,7 +25,9 @@ _STYLES = [
 def show(frame: pd.DataFrame) -> Styler:
     """A table for reading: nothing cut off, left-aligned, thousands separated."""
     plain = frame.index.names == [None] and isinstance(frame.index, pd.RangeIndex)
-    styler = frame.style.format(precision=3, thousands=",", na_rep="").set_table_styles(_STYLES)
+    # Prompts and answers hold markup of their own, which a page must show and not obey.
+    styler = frame.style.format(precision=3, thousands=",", na_rep="", escape="html")
+    styler = styler.format_index(escape="html").set_table_styles(_STYLES)
     return styler.hide(axis="index") if plain else styler
 
 
@@ -96,6 +98,27 @@ def reasoning_table(report: dict[str, Any]) -> Styler:
             }
         )
     return show(pd.DataFrame(lines))
+
+
+def on_policy_table(lines: list[dict[str, Any]]) -> Styler:
+    """How many answer tokens are the target's own greedy ones, by kind of answer."""
+    return show(
+        pd.DataFrame(
+            [
+                {
+                    "set": line["set"],
+                    "token ids": line["token_ids_from"],
+                    "thinking": line["thinking"],
+                    "temperature": line["temperature"],
+                    "answers read": f"{line['answers']:,} of {line['of']:,}",
+                    "answer tokens": line["tokens"],
+                    "the target's own greedy token": line["greedy"],
+                    "on-policy share": f"{line['greedy'] / max(line['tokens'], 1):.1%}",
+                }
+                for line in lines
+            ]
+        )
+    )
 
 
 def near_answers_table(report: dict[str, Any], rows: list[AnswerRow]) -> Styler:

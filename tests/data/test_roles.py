@@ -56,6 +56,25 @@ def test_every_token_has_one_role_and_words_are_whole(family):
     assert set(total) <= set(ROLES)
 
 
+class SlowTokenizer:
+    """As Kimi's: it says nothing of places, and has no ``is_fast``."""
+
+    def __init__(self, fast):
+        self._fast = fast
+        self.apply_chat_template, self.decode = fast.apply_chat_template, fast.decode
+
+    def __call__(self, text, add_special_tokens):
+        return {"input_ids": self._fast(text, add_special_tokens=add_special_tokens)["input_ids"]}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tokenizer_that_tells_no_places_gives_the_same_roles(family):
+    template = template_of(family)
+    slow = ChatTemplate(SlowTokenizer(template.tokenizer), template.stop_ids)
+    row = row_of(template, TWO_TURNS)
+    assert prompt_roles(row, slow) == prompt_roles(row, template)
+
+
 # A call, from the first to the last character that depends on what the message says.
 CALLED = {
     "llama31": 'weather", "parameters": {"city": "Rome',
