@@ -49,21 +49,25 @@ def tokens_by_role(
 
 
 def prompt_roles(row: AnswerRow, template: ChatTemplate | None) -> Counter[str]:
-    """Prompt tokens by role. All are of unknown parts where the served ids are not those that the
-    template gives for the row's messages, or where its tokens begin can't be told."""
+    """Prompt tokens by role. All are of unknown parts where the row's ids do not begin with those
+    that the template gives for its messages, or where its tokens begin can't be told."""
     unknown = Counter({UNKNOWN: len(row.prompt_token_ids)})
     if template is None:
         return unknown
     asked, messages = as_asked(row.messages, row.sampling, template)
     try:
         text = asked.render(messages, prompt=True, tools=row.tools or None)
-        if asked.ids(text) != row.prompt_token_ids:
+        ids = asked.ids(text)
+        begins = _begins(text, ids, asked)
+        if not begins or row.prompt_token_ids[: len(ids)] != ids:
             return unknown
-        begins = _begins(text, row.prompt_token_ids, asked)
         owners = _owners(text, messages, asked, row.tools)
     except RefusedTurn:
         return unknown
-    return Counter(owners[begin] for begin in begins) if begins else unknown
+    # Beyond the generation prompt no message can stand: an empty think block, say, of a row that
+    # was rendered, or of a server that switches thinking off by itself.
+    beyond = len(row.prompt_token_ids) - len(ids)
+    return Counter(owners[begin] for begin in begins) + Counter({SCAFFOLDING: beyond})
 
 
 def _begins(text: str, ids: list[int], template: ChatTemplate) -> list[int]:

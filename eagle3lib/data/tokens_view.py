@@ -16,6 +16,7 @@ from typing import Any
 
 from eagle3lib.data.asked import as_asked
 from eagle3lib.data.render import check_mask, render_turns
+from eagle3lib.data.rows import GIVEN, RENDERED, SERVED
 from eagle3lib.data.template import (
     ChatTemplate,
     RefusedTurn,
@@ -30,6 +31,10 @@ Piece = tuple[str, list[int]]  # text and the ids that it is made of
 
 _BOUNDARY_TOKENS = 6
 _RESET, _PROMPT = "\x1b[0m", "\x1b[2m"
+_SOURCES = {
+    RENDERED: "; the server told no ids, they are rendered from its text",
+    GIVEN: "; the answer is not the target's own, its ids are rendered",
+}
 # Two shades, so that the borders between trained tokens are seen.
 _TRAINED, _LEFT_OUT = ("\x1b[30;42m", "\x1b[30;102m"), ("\x1b[30;47m", "\x1b[30;107m")
 _HTML_TRAINED, _HTML_LEFT_OUT = ("#b7e4c7", "#74c69d"), ("#e9e9e9", "#d6d6d6")
@@ -47,7 +52,7 @@ class RowView:
     problems: list[str]
     left_out: str  # why nothing of the row is trained
     note: str
-    served: bool  # the prompt is what a server saw; else the template's own
+    served: bool  # the server told the ids; else they are the template's own
 
 
 def read_row(path: Path, number: int) -> dict[str, Any]:
@@ -125,8 +130,10 @@ def _view_served(row: dict[str, Any], template: ChatTemplate, title: str) -> Row
         rendered, difference = [], f"the prompt can't be compared: {error}"
     left_out = row.get("kept_apart") or ("looping" if row.get("looping") else "")
     left_out = "held out" if row.get("split", "train") != "train" else left_out
-    note = f"finish reason {finish or 'unknown'}"
-    return RowView(title, served, answer, rendered, difference, problems, left_out, note, True)
+    source = row.get("token_ids_from", SERVED)
+    note = f"finish reason {finish or 'unknown'}" + _SOURCES.get(source, "")
+    told = source == SERVED
+    return RowView(title, served, answer, rendered, difference, problems, left_out, note, told)
 
 
 def _rendered_prompt(row: dict[str, Any], template: ChatTemplate) -> list[int]:
@@ -208,7 +215,7 @@ def _tails(view: RowView, template: ChatTemplate) -> list[str]:
     """The last 20 prompt ids of both sides; a difference has shown them already."""
     if view.rendered_token_ids and view.difference:
         return []
-    whose = "as served:      " if view.served else "by the template:"
+    whose = "as served:      " if view.served else "as in the row:  "
     lines = [f"last prompt ids, {whose} {show_tail(view.prompt_token_ids, template)}"]
     if view.rendered_token_ids:
         rendered = show_tail(view.rendered_token_ids, template)

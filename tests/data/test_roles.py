@@ -8,6 +8,7 @@ import pytest
 from chat_formats import FAMILIES, TOOLS, assistant, byte_tokenizer, call, template_of, user
 
 from eagle3lib.data.asked import as_asked
+from eagle3lib.data.render import render_turns
 from eagle3lib.data.roles import (
     ROLES,
     SCAFFOLDING,
@@ -135,6 +136,16 @@ def test_the_rows_own_thinking_switch_is_used():
     assert prompt_roles(row, template)["user"] == 2
     other = row_of(template, [user("Hi")])
     assert len(row.prompt_token_ids) > len(other.prompt_token_ids)
+
+
+def test_a_think_block_beyond_the_generation_prompt_is_scaffolding():
+    """Rows of text whose turn has no reasoning carry it in their prompt (``data/render.py``)."""
+    template = template_of("qwen3")
+    (turn,), _ = render_turns([user("Hi"), assistant("Hello!")], template)
+    row = AnswerRow("0", "workload", "train", [user("Hi")], turn.prompt_token_ids,
+                    turn.answer_token_ids, "Hello!", "stop", token_ids_from="given")  # fmt: skip
+    scaffolding = len(turn.prompt_token_ids) - 2
+    assert prompt_roles(row, template) == {"user": 2, SCAFFOLDING: scaffolding}
 
 
 def test_a_prompt_that_the_template_does_not_give_is_counted_as_unknown():

@@ -134,6 +134,21 @@ def test_the_notebooks_view_says_all_that_the_terminals_does():
         assert re.sub(r"\n+", "\n", page) == re.sub(r"\n+", "\n", text)
 
 
+@pytest.mark.parametrize(
+    ("source", "said", "whose"),
+    [
+        ("served", "finish reason stop\n", "as served:"),
+        ("rendered", "the server told no ids", "as in the row:"),
+        ("given", "the answer is not the target's own", "as in the row:"),
+    ],
+)
+def test_ids_that_no_server_told_are_not_called_served(source, said, whose):
+    template = template_of("qwen3")
+    out = shown(served_row(template, PROMPT, token_ids_from=source), template)
+    assert said in out
+    assert f"last prompt ids, {whose}" in out
+
+
 def test_an_answer_that_is_not_trained_is_not_in_the_colour_of_the_trained():
     template = template_of("qwen3")
     row = served_row(template, PROMPT, split="heldout")
