@@ -15,9 +15,11 @@ from chat_formats import TOOLS, assistant, call, template_of, user
 
 from eagle3lib import cli
 from eagle3lib.data.generate import AnswerRow
+from eagle3lib.data.render import render_turns
 from eagle3lib.data.template import ChatTemplate, load_chat_template, thinking_arguments
 from eagle3lib.data.tokens_view import read_row, row_html, row_text, view_row
 from eagle3lib.lab.errors import UserError
+from eagle3lib.lab.machine import ROOT
 
 HI = [user("Hi")]
 
@@ -296,6 +298,17 @@ def test_the_written_down_smollm2_format_is_the_targets_own(smollm2):
     for some in (messages[:1], messages[:2], messages, [{"role": "system", "content": "S"}]):
         for prompt in (False, True):
             assert written.render(some, prompt=prompt) == smollm2.render(some, prompt=prompt)
+
+
+def test_the_worked_row_of_the_formats_page_has_its_ids_and_mask(smollm2):
+    text = (ROOT / "docs" / "formats.md").read_text(encoding="utf-8")
+    ids = re.search(r"^    ids .*$", text, re.MULTILINE)[0].replace("│", " ").split()[1:]
+    mask = re.search(r"^    loss mask .*$", text, re.MULTILINE)[0].replace("│", " ").split()[2:]
+    turns, _ = render_turns([user("Hi"), assistant("Hello!")], smollm2)
+    asked, said = turns[0].prompt_token_ids[len(SYSTEM_IDS) :], turns[0].answer_token_ids
+    newline = smollm2.ids("\n")  # behind the stop token, in neither
+    assert list(map(int, ids)) == asked + said + newline
+    assert mask == ["0"] * len(asked) + ["1"] * len(said)
 
 
 def test_the_command_prints_a_row_of_a_run(smollm2, tmp_path, monkeypatch, capsys):
