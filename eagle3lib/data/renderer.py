@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from eagle3lib.data.render import RenderedTurn, render_turn
 from eagle3lib.data.template import (
@@ -24,19 +23,15 @@ from eagle3lib.data.template import (
     thinking_arguments,
 )
 from eagle3lib.engine.client import Asked, NotExact, Told
-from eagle3lib.engine.native import SAMPLING_DEFAULTS
-from eagle3lib.lab.files import read_json
 
 
 class TargetRenderer:
     """A ``Renderer`` (see ``eagle3lib.engine.client``) that loads its template when it is first
     needed: servers that tell ids need none. Raises ``UserError`` when there is no template."""
 
-    def __init__(
-        self, load: Callable[[], ChatTemplate], sampling_defaults: dict[str, Any] | None = None
-    ):
-        self.sampling_defaults = sampling_defaults or {}
-        self._load, self._template = load, None
+    def __init__(self, load: Callable[[], ChatTemplate]):
+        self._load = load
+        self._template: ChatTemplate | None = None
         self._lock = threading.Lock()  # tokenizers are not made for several threads
 
     def prompt(self, asked: Asked) -> tuple[list[int], str]:
@@ -112,12 +107,9 @@ def _check_count(what: str, served: int | None, rendered: set[int]) -> None:
 
 
 def target_renderer(folder: Path, *, trust_remote_code: bool = False) -> TargetRenderer:
-    """The renderer of a target's folder; nothing but ``generation_config.json`` is read yet."""
-    path = folder / "generation_config.json"
-    generation = read_json(path) if path.exists() else {}
-    defaults = {k: generation[k] for k in SAMPLING_DEFAULTS if generation.get(k)}  # 0 is off
+    """The renderer of a target's folder, of which nothing is read yet."""
 
     def load() -> ChatTemplate:
         return load_chat_template(folder, stop_ids_of(folder), trust_remote_code=trust_remote_code)
 
-    return TargetRenderer(load, defaults)
+    return TargetRenderer(load)

@@ -66,8 +66,6 @@ class Told:
 class Renderer(Protocol):
     """The target's own template. Both raise ``NotExact``; calls come from many threads."""
 
-    sampling_defaults: dict[str, Any]  # of the target's generation_config.json
-
     def prompt(self, asked: Asked) -> tuple[list[int], str]:
         """(ids, text) of a prompt, up to where the answer starts."""
 
@@ -211,7 +209,6 @@ class Client:
             max_tokens=max_tokens,
             temperature=temperature,
             seed=seed,
-            defaults=renderer.sampling_defaults,
         )
         started = time.perf_counter()
         try:

@@ -23,8 +23,6 @@ import openai
 _INFO_PAGES = ("/model_info", "/get_model_info")  # the older name goes away some day
 _SERVER_PAGES = ("/server_info", "/get_server_info")
 _THINK, _END_THINK = "<think>", "</think>"
-# What a server's chat API takes from generation_config.json and this API does not.
-SAMPLING_DEFAULTS = ("top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def is_sglang(client: openai.OpenAI, url: str) -> bool:
@@ -65,10 +63,10 @@ def request_body(
     max_tokens: int,
     temperature: float,
     seed: int | None,
-    defaults: dict[str, Any],
 ) -> dict[str, Any]:
-    """Body of a request; ``defaults`` are the target's own sampling parameters."""
-    sampling = {**defaults, "max_new_tokens": max_tokens, "temperature": temperature}
+    """Body of a request. Unlike a chat API, this one takes nothing out of the target's
+    ``generation_config.json``: the sampling is what is asked for, as with our own vLLM."""
+    sampling: dict[str, Any] = {"max_new_tokens": max_tokens, "temperature": temperature}
     if seed is not None:
         sampling["sampling_seed"] = seed
     return {"input_ids": prompt_ids, "sampling_params": sampling, "stream": False}
