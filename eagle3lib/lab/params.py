@@ -218,6 +218,17 @@ class VocabParams(PhaseParams):
 
 class TrainParams(PhaseParams):
     PHASE: ClassVar[str] = "04_train_drafter"
+    FREE: ClassVar[tuple[str, ...]] = (
+        "accumulate",
+        "recompute",
+        "checkpoint_every_s",
+        "device",
+        "sharding",
+        "processes",
+        "nodes",
+        "rendezvous",
+        "tracker",
+    )
     UPSTREAM: ClassVar[tuple[str, ...]] = ("02_capture_hidden_states", "03_build_vocab_map")
 
     epochs: int = Field(12, ge=1, description="passes over the training answers")
@@ -227,16 +238,61 @@ class TrainParams(PhaseParams):
     step_weight: float = Field(
         0.8, gt=0, le=1, description="weight of a step's loss over the one before"
     )
-    batch_rows: int = Field(8, ge=1, description="conversations in one optimizer step")
-    learning_rate: float = Field(1e-3, gt=0, description="peak learning rate of AdamW")
+    batch_tokens: int = Field(
+        1300, ge=1, description="tokens in one optimizer update, over all processes"
+    )
+    accumulate: int = Field(
+        1, ge=1, description="parts that each process cuts its share of an update into, for memory"
+    )
+    max_tokens_per_row: int = Field(
+        0, ge=0, description="longer conversations are cut at the end and counted, 0 is never"
+    )
+    recompute: bool = Field(
+        False, description="compute MLP activations again in the backward, for memory"
+    )
+    optimizer: Literal["adamw", "muon"] = Field(
+        "adamw", description="adamw, or muon for the hidden matrices with adamw for the rest"
+    )
+    learning_rate: float = Field(1e-3, gt=0, description="peak learning rate")
     warmup_share: float = Field(0.05, ge=0, le=1, description="share of all updates that warm up")
-    weight_decay: float = Field(0.01, ge=0, description="AdamW weight decay of matrices")
+    weight_decay: float = Field(0.01, ge=0, description="decoupled weight decay of matrices")
     max_grad_norm: float = Field(1.0, gt=0, description="gradient clipping, global norm")
-    precision: Dtype = Field("bfloat16", description="bfloat16 or float32, of the matrix products")
-    checkpoint_every: int = Field(1, ge=1, description="epochs between checkpoints and evaluations")
+    precision: Dtype = Field(
+        "bfloat16", description="bfloat16 or float32, of the products, weights stay float32"
+    )
+    warm_start: str = Field(
+        "", description="folder of a drafter to start from, empty starts from the target's head"
+    )
+    replace_vocab_map: bool = Field(
+        False, description="give a warm start the map of phase 03 in place of its own"
+    )
+    checkpoint_every: int = Field(1, ge=1, description="epochs between evaluations")
+    checkpoint_every_s: float = Field(
+        300.0, ge=0, description="seconds between checkpoints within an epoch"
+    )
     num_speculative_tokens: int = Field(3, ge=1, le=16, description="K of the evaluations")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="auto (a GPU where there is one), cpu or cuda"
+    )
+    sharding: Literal["none", "fsdp"] = Field(
+        "none", description="none (a copy of the weights a process) or fsdp (FSDP2)"
+    )
     processes: int = Field(1, ge=1, description="training processes on this machine, one a GPU")
+    nodes: int = Field(1, ge=1, description="machines, each with as many processes")
+    rendezvous: str = Field(
+        "", description="HOST:PORT of this machine as the other nodes reach it, empty for one node"
+    )
+    tracker: Literal["none", "trackio", "tensorboard", "wandb"] = Field(
+        "none", description="none, trackio, tensorboard or wandb, beside metrics.jsonl"
+    )
     seed: int = Field(0, ge=0, description="seed of weights and of the order of rows")
+
+    @field_validator("rendezvous")
+    @classmethod
+    def _nodes_must_find_each_other(cls, value: str, info: ValidationInfo) -> str:
+        if info.data.get("nodes", 1) > 1 and not re.fullmatch(r"[^\s:]+:\d+", value):
+            raise ValueError("nodes above 1 needs rendezvous as HOST:PORT of this machine")
+        return value
 
 
 class ExportParams(PhaseParams):
