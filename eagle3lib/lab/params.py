@@ -278,19 +278,19 @@ class TrainParams(PhaseParams):
         "none", description="none (a copy of the weights a process) or fsdp (FSDP2)"
     )
     processes: int = Field(1, ge=1, description="training processes on this machine, one a GPU")
-    nodes: int = Field(1, ge=1, description="machines, each with as many processes")
     rendezvous: str = Field(
         "", description="HOST:PORT of this machine as the other nodes reach it, empty for one node"
     )
+    nodes: int = Field(1, ge=1, description="machines, each with as many processes")
     tracker: Literal["none", "trackio", "tensorboard", "wandb"] = Field(
         "none", description="none, trackio, tensorboard or wandb, beside metrics.jsonl"
     )
     seed: int = Field(0, ge=0, description="seed of weights and of the order of rows")
 
-    @field_validator("rendezvous")
+    @field_validator("nodes")
     @classmethod
-    def _nodes_must_find_each_other(cls, value: str, info: ValidationInfo) -> str:
-        if info.data.get("nodes", 1) > 1 and not re.fullmatch(r"[^\s:]+:\d+", value):
+    def _nodes_must_find_each_other(cls, value: int, info: ValidationInfo) -> int:
+        if value > 1 and not re.fullmatch(r"[^\s:]+:\d+", info.data.get("rendezvous", "")):
             raise ValueError("nodes above 1 needs rendezvous as HOST:PORT of this machine")
         return value
 

@@ -1,13 +1,16 @@
 """Trainings of the tiny target: parameters, folders, and what they left behind."""
 
 import json
+import multiprocessing
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from eagle3lib.lab.files import read_json, read_jsonl
@@ -68,6 +71,35 @@ def command(params):
     return make
 
 
+def _start_ranks(cfg, target, where, world):
+    """Forked processes that join over gloo, as torchrun starts them but without its imports."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+
+    def work(rank):
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
+                       "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
+        try:
+            Trainer(cfg, target, where).run()
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=work, args=(rank,)) for rank in range(world)]
+    for process in ranks:
+        process.start()
+    return ranks
+
+
+def _run_ranks(*arguments):
+    ranks = _start_ranks(*arguments)
+    for process in ranks:
+        process.join(120)
+    assert [process.exitcode for process in ranks] == [0] * len(ranks)
+
+
 def _run_child(line):
     done = subprocess.run(
         line, capture_output=True, text=True, timeout=120, check=False,
@@ -96,6 +128,10 @@ def _same_outcome(one, other):
         assert _without_times(states)[0] == _without_times(states)[1]
 
 
+def _weights(where, which="last"):
+    return load_file(getattr(where, which) / "drafter.safetensors")
+
+
 def _change_index(states, folder, **changes):
     shutil.copytree(states, folder)
     index = read_json(folder / "index.json")
@@ -111,7 +147,7 @@ def _entry(index, tokens=9, prompt_tokens=4):
 def on():
     """What the tests ask of a training's folders."""
     return SimpleNamespace(
-        run_child=_run_child, rows_of=_rows_of, without_times=_without_times,
+        run_child=_run_child, run_ranks=_run_ranks, start_ranks=_start_ranks, rows_of=_rows_of, without_times=_without_times,
         same_outcome=_same_outcome, change_index=_change_index, entry=_entry,
-        weights=lambda where, which="last": load_file(getattr(where, which) / "drafter.safetensors"),
+        weights=_weights,
     )  # fmt: skip

@@ -110,7 +110,7 @@ def test_batch_holds_its_rows_end_to_end(tiny_states):
 
 def test_a_cut_row_is_the_beginning_of_the_whole_one(tiny_states):
     store = StateStore(tiny_states)
-    whole = store.select(split="train")[:2]
+    whole = trainable(store.select(split="train")).entries[:2]
     cut = trainable(whole, 12).entries
     batch, first = load_batch(store, cut), store.row(whole[0])
     assert torch.equal(batch.rows.token_ids[:12], first.token_ids[:12])
