@@ -56,11 +56,15 @@ class Objective(nn.Module):
         self.steps, self.dtype = steps, dtype
 
     def forward(
-        self, batch: Batch | None, normed: Tensor, greedy: Tensor, scales: list[float]
+        self,
+        batch: Batch | None,
+        normed: Tensor | None,
+        greedy: Tensor | None,
+        scales: list[float],
     ) -> tuple[Tensor, list[StepCounts]]:
         """``normed`` [N, Ht]: the target's final states after its norm; ``scales``: factor of each
         step's summed loss."""
-        if batch is None:
+        if batch is None or normed is None or greedy is None:
             trained = [p for p in self.drafter.parameters() if p.requires_grad]
             nothing = torch.stack([p.sum() * 0 for p in trained]).sum()
             return nothing, [StepCounts(0, 0, 0, 0.0)] * self.steps

@@ -147,7 +147,8 @@ def _entry(index, tokens=9, prompt_tokens=4):
 def on():
     """What the tests ask of a training's folders."""
     return SimpleNamespace(
-        run_child=_run_child, run_ranks=_run_ranks, start_ranks=_start_ranks, rows_of=_rows_of, without_times=_without_times,
+        run_child=_run_child, run_ranks=_run_ranks, start_ranks=_start_ranks,
+        rows_of=_rows_of, without_times=_without_times,
         same_outcome=_same_outcome, change_index=_change_index, entry=_entry,
         weights=_weights,
     )  # fmt: skip

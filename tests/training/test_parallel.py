@@ -64,7 +64,7 @@ def test_torchrun_starts_them(train, folders, command, on):
 
 def test_a_run_goes_on_with_another_number_of_processes(train, folders, command, params, on,
                                                         tiny_target):  # fmt: skip
-    """From one process to two sharded ones: checkpoints hold whole tensors, updates are the same."""
+    """From one process to two sharded ones: checkpoints hold whole tensors."""
     one, two = train("one", **SMALL), folders("two")
 
     class Half(Trainer):

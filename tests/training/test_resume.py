@@ -45,7 +45,6 @@ def kill(params, folders, tiny_target):
     return run
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize(
     ("dies_at", "changes"),
     [
@@ -54,16 +53,16 @@ def kill(params, folders, tiny_target):
         (7, {"checkpoint_every": 2}),
         (1, {}),
         (5, {"checkpoint_every": 4, "checkpoint_every_s": 0.0}),
-        (6, {"checkpoint_every": 4, "checkpoint_every_s": 0.0}),
+        (6, {"checkpoint_every": 4, "checkpoint_every_s": 0.0, "optimizer": "muon"}),
     ],
     ids=["between epochs", "within an epoch", "far from a checkpoint", "before any checkpoint",
-         "with a checkpoint within the epoch", "with one at the epoch's end"],
+         "with a checkpoint within the epoch", "with one at the epoch's end, muon"],
 )  # fmt: skip
 def test_killed_and_resumed_is_uninterrupted(
-    train, kill, params, tiny_target, dies_at, changes, optimizer, on
+    train, kill, params, tiny_target, dies_at, changes, on
 ):
     """Four epochs of two updates, in bfloat16: the same rows, weights and moments."""
-    changes = changes | {"optimizer": optimizer, "precision": "bfloat16"}
+    changes = changes | {"precision": "bfloat16", "epochs": 4}
     whole = train("whole", **changes)
     where = kill(dies_at, **changes)
     with where.metrics.open("a") as file:
@@ -173,9 +172,9 @@ def kill_at_random(ranks, where, updates):
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_kill_9_at_a_random_update(folders, params, tiny_target, world, on):
-    cfg = params(epochs=30, checkpoint_every=10, checkpoint_every_s=0.02)
+    cfg = params(epochs=15, checkpoint_every=15, checkpoint_every_s=0.02)
     whole, killed = folders("whole"), folders("killed")
     on.run_ranks(cfg, tiny_target, whole, world)
-    kill_at_random(on.start_ranks(cfg, tiny_target, killed, world), killed, updates=60)
+    kill_at_random(on.start_ranks(cfg, tiny_target, killed, world), killed, updates=30)
     on.run_ranks(cfg, tiny_target, killed, world)
     on.same_outcome(whole, killed)
