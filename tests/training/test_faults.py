@@ -84,23 +84,21 @@ def test_child_prints_a_users_mistake(
 def test_too_little_memory_is_refused_with_what_fits(params, folders, tiny_target, monkeypatch):
     """And what it names really fits."""
     cfg = params(batch_tokens=5000)
-    monkeypatch.setattr("eagle3lib.training.loop.available_bytes", lambda *_: 2**21)
+    monkeypatch.setattr("eagle3lib.training.loop.available_bytes", lambda *_: 2**18)
     with pytest.raises(UserError, match=r"no batch: weights and optimizer alone do not"):
         Trainer(cfg, tiny_target, folders())
-    monkeypatch.setattr("eagle3lib.training.loop.available_bytes", lambda *_: 6 * 2**20)
+    monkeypatch.setattr("eagle3lib.training.loop.available_bytes", lambda *_: 5 * 2**20)
     with pytest.raises(UserError, match=r"(?s)needs about .* free on cpu.*batch_tokens") as caught:
         Trainer(cfg, tiny_target, folders())
-    parts, _ = re.search(
-        r"accumulate: (\d+) .*batch_tokens: ([\d,]+)", str(caught.value)
-    ).groups()
+    parts, _ = re.search(r"accumulate: (\d+) .*batch_tokens: ([\d,]+)", str(caught.value)).groups()
     assert 1 < int(parts) < 50
     Trainer(params(batch_tokens=5000, accumulate=int(parts) + 1), tiny_target, folders())
 
 
 def test_enough_memory_is_not_refused(params):
-    check_memory(Need(1000, 1000), 2300, params(), torch.device("cpu"))
+    check_memory(Need(1000, 1000, 64), 2300, params(), torch.device("cpu"))
     with pytest.raises(UserError):
-        check_memory(Need(1000, 1000), 2290, params(), torch.device("cpu"))
+        check_memory(Need(1000, 1000, 64), 2290, params(), torch.device("cpu"))
 
 
 # Warm start
