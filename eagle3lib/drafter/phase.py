@@ -17,7 +17,8 @@ from eagle3lib.drafter.vocab import VocabMap, build_vocab_map
 from eagle3lib.drafter.warm_start import checkpoint_vocab
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import replace_folder, write_text
-from eagle3lib.lab.params import VocabParams, resolve
+from eagle3lib.lab.params import VocabParams
+from eagle3lib.lab.phase_params import resolve
 from eagle3lib.target.folder import Target
 from eagle3lib.target.model import DTYPES, TargetHead
 

@@ -22,7 +22,8 @@ from eagle3lib.engine.vllm import EngineConfig, VllmServer
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import read_json, read_jsonl, write_json
 from eagle3lib.lab.machine import free_cores
-from eagle3lib.lab.params import BenchmarkParams, resolve
+from eagle3lib.lab.params import BenchmarkParams
+from eagle3lib.lab.phase_params import resolve
 from eagle3lib.lab.run import Phase
 from eagle3lib.measure.accounting import Counts, PairedTiming
 

@@ -6,18 +6,8 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from eagle3lib.report.style import BLUE, ORANGE, GREEN, PURPLE, GREY, SKY, VERMILION, PALE, YELLOW, styled
-    BLUE,
-    GREEN,
-    GREY,
-    ORANGE,
-    PALE,
-    PURPLE,
-    SKY,
-    VERMILION,
-    YELLOW,
-    styled,
-)
+from eagle3lib.report.style import BLUE, GREEN, GREY, ORANGE, PURPLE, styled
+
 
 def step_parts_bars(lines: list[dict[str, Any]]) -> go.Figure:
     """What a plain step and a round spend their time on, by batch size (plan/step.py)."""

@@ -7,7 +7,7 @@ carry no loss, and are counted. At the others the target's probabilities are ren
 draft vocabulary for divergences, and left as they are for what counts acceptance (``kinds.py``).
 
     labels = label_steps(rows, greedy, draft_ids, steps)       what counts: masks alone
-    scale = step_scale(inside of all ranks, weights)           so that ranks add up to one process
+    scale = step_scale(labels of all ranks, weights)           so that ranks add up to one process
     loss, sums = ttt_loss(drafter, made, labels, teacher, ...) the fused head, see ``fused.py``
     counts = step_counts(labels, sums)                         waits for the device
 """
@@ -58,6 +58,10 @@ class StepCounts:
     overlap_sum: float  # of sum min(p, q) there: expected acceptances of sampled drafts
 
 
+def no_counts(steps: int) -> list[StepCounts]:
+    return [StepCounts(0, 0, 0, 0.0, 0.0)] * steps
+
+
 def draft_ids(t2d: Tensor) -> Int64[Tensor, " V"]:
     """Target id -> draft id, -1 outside the draft vocabulary (which keeps the target's order)."""
     return torch.where(t2d, t2d.long().cumsum(0) - 1, -1)
@@ -85,10 +89,10 @@ def label_steps(
     )
 
 
-def step_scale(inside: Sequence[int], weights: Sequence[float]) -> list[float]:
+def step_scale(labels: Sequence[int], weights: Sequence[float]) -> list[float]:
     """What a position of each step counts: the loss is the weighted mean over steps of the mean
-    over positions. ``inside`` are the sums of all ranks, whose losses then add up."""
-    return [w / sum(weights) / max(n, 1) for w, n in zip(weights, inside, strict=True)]
+    over labels. ``labels`` are those of all ranks, whose losses then add up."""
+    return [w / sum(weights) / max(n, 1) for w, n in zip(weights, labels, strict=True)]
 
 
 def ttt_loss(

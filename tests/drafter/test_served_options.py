@@ -19,7 +19,7 @@ from eagle3lib.measure.arms import RequestRow
 from eagle3lib.target.capture import forward_states
 from eagle3lib.target.folder import open_target
 from eagle3lib.target.model import TargetHead, load_target
-from eagle3lib.training.loss import make_teacher, step_loss
+from eagle3lib.training.loss import Teacher, draft_ids, label_steps, step_scale, ttt_loss
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -54,15 +54,16 @@ def trained(target, head, rows, states, slots):
     set_vocab(drafter, vocab)
     slots_states = torch.cat([s[:, :-1].flatten(1) for s in states])
     normed = head.normed(torch.cat([s[:, -1] for s in states]))
-    teacher = make_teacher(
-        packed, normed, (normed @ head.head.T).argmax(-1), head.head[vocab.target_ids], STEPS
-    )
+    greedy = (normed @ head.head.T).argmax(-1)
+    labels = label_steps(packed, greedy, draft_ids(drafter.t2d), STEPS)
+    teacher = Teacher(normed, head.head[vocab.target_ids])
+    scale = step_scale(labels.positions, [1.0] * STEPS)
     optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], lr=1e-3)
     for _ in range(UPDATES):
         made = unroll(drafter, packed, slots_states, STEPS, feed="truth")
-        losses = [step_loss(drafter, packed, m, teacher, k)[0] for k, m in enumerate(made)]
+        loss, _ = ttt_loss(drafter, made, labels, teacher, scale)
         optimizer.zero_grad()
-        (sum(losses) / len(packed.base)).backward()
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
         optimizer.step()
     return drafter.eval()
