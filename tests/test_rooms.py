@@ -24,7 +24,7 @@ each_file = pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_
 def room_of(path):
     """eagle3lib/lab/files.py -> lab, eagle3lib/cli.py -> cli, eagle3lib/__init__.py -> "" """
     first = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    return "" if first == "__init__" else first
+    return "" if first == "__init__" else "cli" if first.startswith("cli_") else first
 
 
 def imports_of(path):

@@ -18,8 +18,8 @@ from eagle3lib.data.prompts import Prompt, Reject, read_source, write_read_rejec
 from eagle3lib.data.rows import REASONING_KINDS, AnswerRow, read_answers, read_rejects
 from eagle3lib.data.turns import Conversation, Sampling
 from eagle3lib.engine.client import Client
+from eagle3lib.engine.launch import EngineConfig, EngineServer
 from eagle3lib.engine.pool import Pool
-from eagle3lib.engine.vllm import EngineConfig, VllmServer
 from eagle3lib.lab.files import read_jsonl
 from eagle3lib.lab.params import GenerateParams
 from eagle3lib.lab.run import Phase
@@ -84,7 +84,7 @@ def target_server(
         yield Pool(clients, give_up_s=_OTHERS_GIVE_UP_S)
         return
     engine = EngineConfig(target, cfg.dtype, cfg.max_model_len, max_num_seqs=cfg.concurrency)
-    with VllmServer(engine, log=log, say=say) as server:
+    with EngineServer(engine, log=log, say=say) as server:
         yield Pool([Client(server.url, timeout_s=cfg.timeout_s)], give_up_s=_OWN_GIVE_UP_S)
 
 

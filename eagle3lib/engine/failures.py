@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from eagle3lib.engine.config import EngineConfig
-from eagle3lib.engine.startup import GRAPHS
+from eagle3lib.engine.startup import GRAPHS, STARTING
 from eagle3lib.lab.errors import UserError
 
 PORT, MEMORY, CACHE, KERNEL = "port taken", "out of memory", "no room for the cache", "kernel"
@@ -117,7 +117,7 @@ def classify_hang(log_text: str, phase: str, stacks: str, gpus: int) -> str:
             return kind
     if phase == GRAPHS:
         return CAPTURE
-    if _IN_COLLECTIVE.search(stacks) or (gpus > 1 and phase == "starting the engine"):
+    if _IN_COLLECTIVE.search(stacks) or (gpus > 1 and phase == STARTING):
         return COLLECTIVE
     return HANG
 

@@ -45,8 +45,7 @@ def gpu_use(pids: set[int]) -> int:
         used = 0
         for index in range(nvml.nvmlDeviceGetCount()):
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
-            running = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-            if any(p.pid in pids for p in running):
+            if any(p.pid in pids for p in _running(nvml, handle)):
                 used += int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
         return used
 
@@ -60,8 +59,15 @@ def _gpu(nvml: Any, index: int) -> Gpu:
         tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle)),
         int(memory.total),
         int(memory.free),
-        tuple(_holder(p) for p in nvml.nvmlDeviceGetComputeRunningProcesses(handle)),
+        tuple(_holder(p) for p in _running(nvml, handle)),
     )
+
+
+def _running(nvml: Any, handle: Any) -> list[Any]:
+    try:
+        return list(nvml.nvmlDeviceGetComputeRunningProcesses(handle))
+    except nvml.NVMLError:  # a MIG slice, or a driver that does not tell
+        return []
 
 
 def _holder(process: Any) -> Holder:

@@ -12,13 +12,15 @@ from pathlib import Path
 
 from eagle3lib.engine.config import Engine
 
-IMPORTING, GRAPHS, READY = "importing", "capturing graphs", "ready"
+IMPORTING, STARTING, GRAPHS, READY = (
+    "importing", "starting the engine", "capturing graphs", "ready",
+)  # fmt: skip
 WEIGHTS, COMPILING = "loading weights", "compiling"
 
 # In order of progress; what a line must hold for a start to have come so far.
 _PHASES: tuple[tuple[str, str], ...] = (
     (IMPORTING, r"$^"),
-    ("starting the engine", r"Initializing a V1 LLM engine|Init (parallel|torch distributed) begin"),
+    (STARTING, r"Initializing a V1 LLM engine|Init (parallel|torch distributed) begin"),
     (WEIGHTS, r"Starting to load model|Load weight begin|oading \S* ?checkpoint shards:"
               r"|Multi-thread loading"),
     ("weights loaded", r"Model loading took|Load weight end|Loading weights took"),
@@ -31,6 +33,8 @@ _PHASES: tuple[tuple[str, str], ...] = (
 )  # fmt: skip
 _READY = {"vllm": r"Application startup complete", "sglang": r"fired up and ready to roll"}
 _LOADING_DRAFTER = re.compile(r"Loading drafter model")
+# Written again and again by processes that only wait for others: no sign of life.
+_WAITING = re.compile(r"No available shared memory broadcast block|Waiting for \d+ local")
 # tqdm: "  75% Completed | 3/4 [00:03<00:01, 1.25it/s]", with a bar in place of "Completed" too.
 _COUNT = re.compile(
     r"(?P<what>shards|CUDA graphs|batches)\b[^|]*\|[^|]*\|?\s*(?P<done>\d+)/(?P<total>\d+)\s*"
@@ -67,11 +71,8 @@ class StartupLog:
         self._patterns = [(n, re.compile(p)) for n, p in (*_PHASES, (READY, _READY[engine]))]
         self._reached, self._offset, self._rest = 0, 0, ""
         self._progress = Progress()
-
-    @property
-    def size(self) -> int:
-        """Bytes read so far: a log that grows is a sign of life."""
-        return self._offset
+        self.news_bytes = 0
+        """Bytes read so far but those of lines that say "still waiting": a sign of life."""
 
     def poll(self) -> Progress:
         """The furthest phase so far, with the last count of that phase."""
@@ -85,6 +86,7 @@ class StartupLog:
         # tqdm ends its lines with a carriage return; a half line is read again with its rest.
         lines = re.split(r"[\r\n]", self._rest + new.decode("utf-8", errors="replace"))
         self._rest = lines[-1][-4096:]
+        self.news_bytes += sum(len(line) for line in lines if not _WAITING.search(line))
         for line in lines:
             self._read(line)
         return self._progress
