@@ -87,9 +87,9 @@ def _split(words: list[str]) -> tuple[dict[str, object], tuple[str, ...]]:
 
 
 def _folder(target: str) -> Path:
-    from eagle3lib.target.smollm2 import smollm2_folder
+    from eagle3lib.target.folder import open_target
 
-    return smollm2_folder() if target == NAME else Path(target)
+    return open_target(target).folder
 
 
 def _run(server: EngineServer) -> None:

@@ -51,7 +51,7 @@ class Activity:
         return self.stalled_s
 
     def _count(self) -> tuple[float, tuple[int, int, int]]:
-        """CPU seconds; and log bytes, disk bytes and how many processes there are."""
+        """CPU seconds; and log bytes, MiB of disk (a log's own lines are less), processes."""
         cpu_s, disk, found = 0.0, 0, tree(self.pid)
         for process in found:
             with contextlib.suppress(psutil.Error, OSError, AttributeError):
@@ -59,7 +59,7 @@ class Activity:
                 cpu_s += times.user + times.system
                 io = process.io_counters()
                 disk += io.read_bytes + io.write_bytes
-        return cpu_s, (self.log_bytes(), disk, len(found))
+        return cpu_s, (self.log_bytes(), disk // 2**20, len(found))
 
 
 def tree(pid: int) -> list[psutil.Process]:
