@@ -37,7 +37,7 @@ _LOADING_DRAFTER = re.compile(r"Loading drafter model")
 _WAITING = re.compile(r"No available shared memory broadcast block|Waiting for \d+ local")
 # tqdm: "  75% Completed | 3/4 [00:03<00:01, 1.25it/s]", with a bar in place of "Completed" too.
 _COUNT = re.compile(
-    r"(?P<what>shards|CUDA graphs|batches)\b[^|]*\|[^|]*\|?\s*(?P<done>\d+)/(?P<total>\d+)\s*"
+    r"(?P<what>shards|CUDA graphs|batches)\b[^|]*\|(?:[^|]*\|)?\s*(?P<done>\d+)/(?P<total>\d+)\s*"
     r"\[[\d:]+<(?P<left>[\d:?]+),\s*(?P<rate>[^\]]+)\]"
 )
 
