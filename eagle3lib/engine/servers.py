@@ -125,7 +125,8 @@ def stop_server(state: ServerState) -> None:
     for process in ours:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()  # psutil checks the start time before it signals
-    _, left = psutil.wait_procs(ours, timeout=5)
+    psutil.wait_procs(ours, timeout=5)
+    left = [p for p in ours if _same_process(p.pid, p.create_time()) is not None]
     if left:
         raise UserError(
             f"process {left[0].pid} of {state.id} does not end", next="look at it with: ps -fp"
