@@ -23,12 +23,13 @@ from eagle3lib.engine.failures import (
     classify_hang,
     remedies,
 )
-from eagle3lib.engine.health import CANARY_S, canary, healthy
+from eagle3lib.engine.health import CANARY_S, canary, counters, healthy
 from eagle3lib.engine.ports import free_port
 from eagle3lib.engine.startup import READY, Progress, StartupLog
 from eagle3lib.engine.watchdog import STALL_S, Activity, stacks
 from eagle3lib.lab.child import Child
 from eagle3lib.lab.errors import UserError
+from eagle3lib.lab.files import write_json
 from eagle3lib.lab.machine import free_cores
 
 __all__ = ["EngineConfig", "EngineServer", "check_installed", "free_port"]
@@ -44,7 +45,8 @@ class EngineServer:
     """``with EngineServer(config, log=path) as server:`` and then use ``server.url``.
 
     ``fallback``: a start that fails is tried again with the settings that its class suggests, one
-    at a time; ``attempts`` tells what was tried, ``config`` what worked. A ``detached`` server
+    at a time; ``attempts`` tells what was tried (and LOG.attempts.json beside the log), ``config``
+    what worked. A ``detached`` server
     outlives us until ``eagle3 stop``.
     """
 
@@ -65,6 +67,7 @@ class EngineServer:
     version: str = field(init=False, default="")
     state: servers.ServerState | None = field(init=False, default=None)
     _child: Child | None = field(init=False, default=None)
+    _log_stem: str = field(init=False, default="")
 
     @property
     def url(self) -> str:
@@ -81,6 +84,7 @@ class EngineServer:
         self.port = free_port(self.port, self.host)
         self.threads = self.config.threads or free_cores()
         asked, log = self.config, self.log
+        self._log_stem = log.stem
         waiting = [("as asked", asked)]
         while waiting:
             name, self.config = waiting.pop(0)
@@ -122,8 +126,12 @@ class EngineServer:
         code = self._child.exit_code()
         if code is not None:
             return self._dead(code, READY, "in service")
+        before = counters(self.url)
         told = canary(self.url, SERVED_NAME, self.api_key, self.canary_s)
-        return self.mute(told) if told else None
+        after = counters(self.url) if told else None
+        # A canary that waits behind others' requests is no hang while those get their tokens.
+        busy = before is not None and after is not None and after["tokens"] > before["tokens"]
+        return self.mute(told) if told and not busy else None
 
     def mute(self, told: str) -> Failure:
         """A server that answers /health and makes no tokens, with the stacks of its ranks."""
@@ -133,6 +141,8 @@ class EngineServer:
 
     def _record(self, setting: str, kind: str | None) -> None:
         self.attempts.append({"setting": setting, "worked": kind is None, "class": kind})
+        if self.fallback:
+            write_json(self.log.with_name(f"{self._log_stem}.attempts.json"), self.attempts)
         if self.state is not None:
             self.state = replace(self.state, attempts=list(self.attempts))
             servers.write_state(self.state)

@@ -1,5 +1,6 @@
 """Starting an engine: ready, or a ``UserError`` that explains, and never a process left over."""
 
+import json
 import socket
 import time
 from types import SimpleNamespace
@@ -111,6 +112,26 @@ def test_health_without_tokens_is_a_hang_too(stub, gone):
     assert gone()
 
 
+def test_a_canary_that_waits_behind_requests_that_get_on_is_no_hang(stub, monkeypatch):
+    told = iter([{"tokens": 5, "running": 9}, {"tokens": 6, "running": 9}] * 2)
+    with stub("works") as server:
+        monkeypatch.setattr(launch, "canary", lambda *_: "no token in 1 s")
+        monkeypatch.setattr(launch, "counters", lambda url: next(told))
+        assert server.look() is None
+        monkeypatch.setattr(launch, "counters", lambda url: {"tokens": 5, "running": 9})
+        assert server.look().kind == MUTE
+        monkeypatch.setattr(launch, "counters", lambda url: None)  # it tells no counters
+        assert server.look().kind == MUTE
+
+
+def test_an_engine_that_dies_in_service_is_told_with_its_exit_code(stub, gone):
+    with stub("works") as server:
+        server.state.engine_process().kill()
+        server._child.wait(20)
+        failure = server.look()
+        assert failure.phase == "ready" and "in service" in failure.what
+
+
 def test_garbage_in_the_log_is_no_progress_and_no_error(stub, gone, capsys):
     with stub("garbage"):
         pass
@@ -129,6 +150,8 @@ def test_fallback_tries_what_the_class_suggests_and_records_what_worked(stub, go
         assert tried == [("as asked", False, CAPTURE), ("eager", True, None)]
         assert not server.config.compile
         assert servers.running_servers()[0].attempts == server.attempts
+        kept = json.loads((tmp_path / "logs" / "engine.attempts.json").read_text())
+        assert kept == server.attempts
         # Each attempt has its log: the hang can still be read.
         assert "Capturing CUDA graphs" in (tmp_path / "logs" / "engine.log").read_text()
         assert "startup complete" in (tmp_path / "logs" / "engine-1.log").read_text()
