@@ -88,4 +88,4 @@ conda: ## Create the conda environment "eagle3" from environment.yml
 	PIP_NO_DEPS=1 PIP_EXTRA_INDEX_URL=$(TORCH_INDEX) conda env create -f environment.yml
 
 clean: ## Remove the runs (outputs/examples stays); the environment stays
-	find outputs -mindepth 1 -maxdepth 1 ! -name examples -exec rm -rf {} +
+	find outputs -mindepth 1 -maxdepth 1 ! -name examples ! -name .servers -exec rm -rf {} +

@@ -95,6 +95,17 @@ def test_ranks_that_wait_for_each_other_before_the_weights_are_a_collective(stub
     assert caught.value.failure.kind == COLLECTIVE and "P2P" in str(caught.value)
 
 
+def test_stacks_say_that_a_hang_is_a_collective(stub, tmp_path, monkeypatch):
+    spy = tmp_path / "py-spy"
+    spy.write_text('#!/bin/sh\necho "$@"\necho "    all_reduce (torch/distributed/c10d.py:28)"\n')
+    spy.chmod(0o755)
+    with pytest.raises(EngineFailure) as caught:  # py-spy is looked for beside the interpreter
+        stub("silent", stall_s=1.0).start()
+    pid = (tmp_path / "pids").read_text().split()[0]
+    assert caught.value.failure.kind == COLLECTIVE
+    assert f"dump --pid {pid}" in caught.value.failure.stacks
+
+
 def test_an_engine_that_never_gets_ready_is_stopped_at_the_deadline(stub, gone):
     before = time.monotonic()
     server = stub("silent", deadline_s=1.5)
