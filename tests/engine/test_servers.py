@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -133,6 +134,41 @@ def test_serve_ps_and_stop_from_the_command_line(stub, gone, eagle3, tmp_path, m
     code, shown = eagle3("stop", "--all")
     assert code == 0 and f"{state.id} stopped" in shown and gone()
     assert "no server" in eagle3("ps")[1]
+
+
+ATTACHED = """
+import sys
+from pathlib import Path
+from eagle3lib import cli, cli_serve
+folder = Path(sys.argv[1])
+cli_serve._folder = lambda name: folder / name
+sys.argv = ["eagle3", "serve", *sys.argv[2:]]
+cli.main()
+"""
+
+
+@pytest.mark.parametrize(("words", "ends"), [(["works"], True),
+                         (["silent", "--detach"], False)], ids=str)  # fmt: skip
+def test_ctrl_c_ends_an_attached_server_and_leaves_a_detached_one_loading(
+    stub, gone, tmp_path, words, ends
+):
+    stub(words[0])
+    command = [sys.executable, "-c", ATTACHED, str(tmp_path), *words, "--no-preflight"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                          start_new_session=True) as owner:  # fmt: skip
+        wanted = "ready" if words == ["works"] else "starting the engine"
+        assert eventually(lambda: [s for s in running_servers() if s.pgid
+                                   and s.condition() == wanted], 60)  # fmt: skip
+        time.sleep(0.5)  # the owner looks twice a second
+        owner.send_signal(signal.SIGINT)
+        shown, _ = owner.communicate(timeout=60)
+    assert "Traceback" not in shown
+    assert gone() == ends and bool(running_servers()) == (not ends)
+    if not ends:
+        (state,) = running_servers()
+        assert f"{state.id} goes on loading" in shown
+        stop_server(state)
+        assert gone()
 
 
 MISTAKES = [
