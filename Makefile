@@ -9,7 +9,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 STAMP := $(VENV)/.eagle3-ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint nb lab report lock notebooks conda clean
+.PHONY: help setup peer demo test lint nb lab report lock notebooks conda clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,6 +26,18 @@ $(STAMP): requirements/cpu.txt pyproject.toml
 	  || $(BIN)/python -m pip install --no-deps --index-url $(TORCH_INDEX) "$(TORCH)"
 	@$(BIN)/python -m pip install -qq --no-deps --disable-pip-version-check -r requirements/cpu.txt
 	@$(BIN)/python -m pip install -qq --no-deps --no-build-isolation --disable-pip-version-check -e .
+	@touch $@
+
+PEER := .venv-peer
+peer: $(PEER)/.ready ## Create the peer trainer's own environment for notebooks/bench/peer_training.ipynb
+
+# speculators asks for torchvision and torchaudio, which bring a CUDA torch along: --no-deps keeps them out.
+$(PEER)/.ready: requirements/peer.txt
+	@test -x $(PEER)/bin/python || $(PYTHON) -m venv $(PEER)
+	@echo "Setting up $(PEER): about 1.5 GB, a minute or two, once."
+	@$(PEER)/bin/python -m pip install -qq --no-deps --disable-pip-version-check "$(TORCH)" 2>/dev/null \
+	  || $(PEER)/bin/python -m pip install --no-deps --index-url $(TORCH_INDEX) "$(TORCH)"
+	@$(PEER)/bin/python -m pip install -qq --no-deps --disable-pip-version-check -r requirements/peer.txt
 	@touch $@
 
 demo: setup ## Run the whole pipeline on SmolLM2-135M-Instruct with vLLM on the CPU
