@@ -47,8 +47,9 @@ from eagle3lib.training.data import trainable
 OWN, PEER = "ours", "speculators 0.9.0"
 _SHIM = Path(__file__).with_name("peer_shim.py")
 _POLL_S = 0.2
-# Its log goes through rich, which wraps at the width of a terminal.
-_COLUMNS = "2000"
+# Its log goes through rich, which wraps at a terminal's width and which a notebook's kernel tells to
+# colour everything.
+_PLAIN_LOG = {"COLUMNS": "2000", "FORCE_COLOR": "", "NO_COLOR": "1"}
 _UPDATE = re.compile(
     r"train/loss=\S+ .*?profile/step_ms=([\d.e+]+), profile/tokens_per_s=([\d.e+]+),"
     r".*? epoch=(\d+),.*?global_step=(\d+)"
@@ -209,7 +210,7 @@ def train_peer(
 
     def run() -> Trained:
         log = folder / "train.log"
-        env = _env(threads) | {"COLUMNS": _COLUMNS, "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
+        env = _env(threads) | _PLAIN_LOG | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
         usage = _run([str(peer.python), str(_SHIM), "train", *options], log, env, cwd=folder)
         updates = read_peer_log(log.read_text(encoding="utf-8"))
         # It drops the first token of every conversation before it counts.
