@@ -47,8 +47,8 @@ from eagle3lib.training.data import trainable
 OWN, PEER = "ours", "speculators 0.9.0"
 _SHIM = Path(__file__).with_name("peer_shim.py")
 _POLL_S = 0.2
-# Its log goes through rich, which wraps at a terminal's width and which a notebook's kernel tells to
-# colour everything.
+# Its log goes through rich, which wraps at a terminal's width, and colours all that a notebook's
+# kernel starts.
 _PLAIN_LOG = {"COLUMNS": "2000", "FORCE_COLOR": "", "NO_COLOR": "1"}
 _UPDATE = re.compile(
     r"train/loss=\S+ .*?profile/step_ms=([\d.e+]+), profile/tokens_per_s=([\d.e+]+),"
