@@ -17,8 +17,11 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 
+from eagle3lib.drafter.checkpoint import set_vocab
 from eagle3lib.drafter.config import DrafterConfig
+from eagle3lib.drafter.model import Drafter
 from eagle3lib.drafter.phase import export_drafter
 from eagle3lib.drafter.vocab import VocabMap
 from eagle3lib.lab.files import read_json, write_json
@@ -30,8 +33,7 @@ from eagle3lib.target.folder import Target
 from eagle3lib.target.model import TargetHead
 from eagle3lib.target.states import StateStore
 from eagle3lib.training.arithmetic import gemm_peak, needed_operations
-from eagle3lib.training.job import best_drafter
-from eagle3lib.training.loop import Folders, new_drafter
+from eagle3lib.training.job import Folders, best_drafter
 from eagle3lib.training.peer import OWN, PEER, BenchRows, Trained
 
 Train = Callable[[Path], Trained]
@@ -122,10 +124,13 @@ def export_own(training: Path, data: Path, target: Target, folder: Path) -> Path
     return export_drafter(drafter, folder, "bfloat16", target, "Trained for a benchmark.")
 
 
-def export_untrained(data: Path, target: Target, folder: Path) -> Path:
-    vocab = VocabMap.load(data / "vocab_map.safetensors")
-    slots = StateStore(data / "states").slots
-    drafter = new_drafter(target, TargetHead(target), vocab, slots, seed=0)
+def export_untrained(vocab: VocabMap, target: Target, folder: Path) -> Path:
+    """A drafter of random weights whose head is the target's: what it accepts was not learnt."""
+    torch.manual_seed(0)
+    drafter = Drafter(DrafterConfig.for_target(target.config, len(vocab.d2t)))
+    with torch.no_grad():
+        drafter.lm_head.weight.copy_(TargetHead(target).head[vocab.target_ids])
+    set_vocab(drafter, vocab)
     return export_drafter(drafter, folder, "bfloat16", target, "Never trained.")
 
 

@@ -34,6 +34,7 @@ import psutil
 import torch
 from safetensors.torch import save_file
 
+from eagle3lib.drafter.align import base_span
 from eagle3lib.drafter.vocab import VocabMap
 from eagle3lib.lab.child import Child
 from eagle3lib.lab.errors import UserError
@@ -42,7 +43,6 @@ from eagle3lib.lab.machine import ROOT
 from eagle3lib.lab.params import TrainParams
 from eagle3lib.target.folder import Target
 from eagle3lib.target.states import StateEntry, StateStore
-from eagle3lib.training.data import trainable
 
 OWN, PEER = "ours", "speculators 0.9.0"
 _SHIM = Path(__file__).with_name("peer_shim.py")
@@ -74,12 +74,12 @@ def choose_rows(store: StateStore, tokens: int, heldout: int = 4, seed: int = 0)
 
     A smaller choice of the same seed is the beginning of a larger one.
     """
-    usable = sorted(trainable(store.select(split="train"))[0], key=lambda e: e.id)
+    usable = sorted(_trainable(store.select(split="train")), key=lambda e: e.id)
     random.Random(seed).shuffle(usable)
     chosen: list[StateEntry] = []
     while usable and sum(e.tokens for e in chosen) < tokens:
         chosen.append(usable.pop(0))
-    aside = trainable(store.select(split="heldout", set="workload"))[0][:heldout]
+    aside = _trainable(store.select(split="heldout", set="workload"))[:heldout]
     if not chosen or not aside:
         raise UserError(
             f"{len(chosen)} training and {len(aside)} held-out conversations",
@@ -88,6 +88,10 @@ def choose_rows(store: StateStore, tokens: int, heldout: int = 4, seed: int = 0)
             next="eagle3 run PROFILE 01 02",
         )
     return BenchRows(chosen, aside)
+
+
+def _trainable(entries: list[StateEntry]) -> list[StateEntry]:
+    return [e for e in entries if base_span(e.prompt_tokens, e.tokens).count > 0]
 
 
 def write_own_rows(store: StateStore, rows: BenchRows, vocab: VocabMap, folder: Path) -> None:

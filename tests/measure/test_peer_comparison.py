@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from eagle3lib.drafter.checkpoint import read_drafter
+from eagle3lib.drafter.vocab import VocabMap
 from eagle3lib.measure.arms import RequestRow
 from eagle3lib.measure.peer import (
     Block,
     epochs_in_equal_time,
+    export_untrained,
     length_ratio,
     quality_summary,
     quality_table,
@@ -15,6 +19,7 @@ from eagle3lib.measure.peer import (
     speed_table,
 )
 from eagle3lib.report.peer_figure import peer_figure
+from eagle3lib.target.model import TargetHead
 from eagle3lib.training.peer import OWN, PEER, Trained
 
 
@@ -81,3 +86,13 @@ def test_summary_table_and_figure_name_every_drafter():
     assert list(quality_table(quality)["drafter"]) == ["untrained", PEER, OWN]
     figure = peer_figure(speed_summary([block(1.0, 4.0)], {"layer": 10**9}), quality)
     assert list(figure.data[-1].x) == ["untrained", PEER, OWN]
+
+
+def test_the_untrained_drafter_reads_back_with_the_targets_own_head(
+    tiny_target, tiny_vocab, tmp_path
+):
+    vocab, head = VocabMap.load(tiny_vocab), TargetHead(tiny_target)
+    folder = export_untrained(vocab, tiny_target, tmp_path / "untrained")
+    drafter = read_drafter(folder, tiny_target.config, head.embedding, torch.bfloat16)
+    assert torch.equal(drafter.lm_head.weight, head.head[vocab.target_ids].to(torch.bfloat16))
+    assert torch.equal(drafter.d2t, vocab.d2t)
