@@ -37,11 +37,14 @@ _SIZES, _REPEATS = (1024, 2048), 4
 
 def needed_operations(
     config: DrafterConfig,
-    rows: Iterable[tuple[Int64[Tensor, " T"], int]],
+    rows: Iterable[tuple[Int64[Tensor, " _"], int]],
     t2d: Bool[Tensor, " V"],
     steps: int,
 ) -> dict[str, int]:
-    """Operations of one epoch over ``rows`` (token ids, prompt tokens), by the names above."""
+    """Operations of one epoch over ``rows`` (token ids, prompt tokens), by the names above.
+
+    Of a Llama-type drafter.
+    """
     width, heads = config.hidden_size, config.num_attention_heads * config.head_dim
     both_keys = 2 * width * 2 * config.num_key_value_heads * config.head_dim
     layer = 2 * width * heads + heads * width + 3 * width * config.intermediate_size
