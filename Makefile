@@ -12,7 +12,7 @@ STAMP := $(VENV)/.eagle3-ready
 GPU_LOCK := --python-platform x86_64-manylinux_2_34 --python-version 3.12 --no-annotate --no-header \
   --no-emit-index-url --no-emit-find-links --quiet
 
-.PHONY: help setup setup-vllm-gpu setup-sglang lock-gpu demo test lint nb lab report lock notebooks conda clean
+.PHONY: help setup setup-vllm-gpu setup-sglang lock-gpu peer demo test lint nb lab report lock notebooks conda clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +40,18 @@ define gpu_environment
 	@echo "Setting up $(1): about 10 GB, some minutes, once."
 	@$(1)/bin/python -m pip install -qq --no-deps --disable-pip-version-check -r $(2)
 endef
+
+PEER := .venv-peer
+peer: $(PEER)/.ready ## Create the peer trainer's own environment for notebooks/bench/peer_training.ipynb
+
+# speculators asks for torchvision and torchaudio, which bring a CUDA torch along: --no-deps keeps them out.
+$(PEER)/.ready: requirements/peer.txt
+	@test -x $(PEER)/bin/python || $(PYTHON) -m venv $(PEER)
+	@echo "Setting up $(PEER): about 1.5 GB, a minute or two, once."
+	@$(PEER)/bin/python -m pip install -qq --no-deps --disable-pip-version-check "$(TORCH)" 2>/dev/null \
+	  || $(PEER)/bin/python -m pip install --no-deps --index-url $(TORCH_INDEX) "$(TORCH)"
+	@$(PEER)/bin/python -m pip install -qq --no-deps --disable-pip-version-check -r requirements/peer.txt
+	@touch $@
 
 demo: setup ## Run the whole pipeline on SmolLM2-135M-Instruct with vLLM on the CPU
 	@$(BIN)/eagle3 run demo
