@@ -190,7 +190,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32", "float64"])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--kind", default="kl", choices=KINDS)
-    parser.add_argument("--buffer-mb", type=int, default=256)
+    parser.add_argument("--buffer-mb", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--check-positions", type=int, default=16, help="0: no fp64 reference")
     return parser.parse_args(arguments)

@@ -2,24 +2,12 @@
 
     python -m eagle3lib.training.bench_step                 # a drafter for an 8B Llama, 4 x 4,096
 
-Random states of the given shape go through the very ``unroll``, loss and clipping that training
-uses, with fp32 weights under bf16 autocast and AdamW. The matrix peak (a bf16 product of 8,192 x
-8,192 random matrices) is measured in the same process, before and after. The last line of the
-output is one JSON document.
+Random states of the given shape go through the very update that training makes: unroll, loss,
+backward, clipping and AdamW over fp32 weights, products in bf16. The matrix peak (a bf16 product of
+8,192 x 8,192 random matrices) is measured in the same process, before and after. The last line of
+the output is one JSON document.
 
-Counting rule: only the multiply-adds that the method needs, two operations each.
-
-    part           positions                            forward + backward, per position
-    fc             all tokens                           4 * slots*Ht*H     (states need no gradient)
-    keys, values   all tokens; base at steps >= 1       6 * 2H * kv*(dk + dv)
-    queries, o,    base, every step                     6 * (2H*heads*dk + heads*dv*H + 3*H*I)
-    MLP
-    head           rows with a loss, every step         6 * H * D
-    teacher        states that some step needs          2 * Ht * D
-    attention      (query, visible key) pairs           6 * heads * (dk + dv)
-
-Not counted: recomputation (flash attention's second product of queries and keys), casts, norms,
-rotary, softmaxes, the optimizer, padding.
+The counting rule is ``arithmetic.py``'s: what the method needs, nothing that is recomputed.
 """
 
 from __future__ import annotations
@@ -33,34 +21,15 @@ from typing import Any
 import torch
 
 from eagle3lib.drafter.config import DrafterConfig
-from eagle3lib.drafter.model import Drafter, unroll
+from eagle3lib.drafter.model import Drafter
 from eagle3lib.drafter.rows import PackedRows
-from eagle3lib.training.loss import (
-    StepLabels,
-    Teacher,
-    draft_ids,
-    label_steps,
-    step_scale,
-    ttt_loss,
-)
-
-
-def update_flop(c: DrafterConfig, rows: PackedRows, labels: StepLabels) -> int:
-    """Arithmetic of one update, by the counting rule above. Llama-type drafters."""
-    steps, tokens, base = len(labels.inside), len(rows.token_ids), len(rows.base)
-    heads, kv, size = c.num_attention_heads, c.num_key_value_heads, c.head_dim
-    width, slots_width = c.hidden_size, len(c.slots) * c.target_hidden_size
-    pairs = sum(int((rows.base + 1 + step).sum()) for step in range(steps))
-    needed = int(labels.row[labels.row >= 0].unique().numel())
-    per_base = 2 * width * heads * size + heads * size * width + 3 * width * c.intermediate_size
-    return (
-        4 * tokens * slots_width * width
-        + 6 * (tokens + (steps - 1) * base) * 2 * width * kv * 2 * size
-        + 6 * steps * base * per_base
-        + 6 * sum(labels.inside) * width * c.draft_vocab_size
-        + 2 * needed * c.target_hidden_size * c.draft_vocab_size
-        + 6 * pairs * heads * 2 * size
-    )
+from eagle3lib.lab.params import TrainParams
+from eagle3lib.training.arithmetic import needed_operations
+from eagle3lib.training.data import Batch
+from eagle3lib.training.loss import step_scale
+from eagle3lib.training.objective import Labels, Objective
+from eagle3lib.training.optim import make_optimizers
+from eagle3lib.training.parallel import Place, Replicated
 
 
 class Bench:
@@ -68,6 +37,7 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace):
         self.options, self.config = options, _config(options)
+        self.params = TrainParams(steps=options.steps, loss=options.kind, precision="bfloat16")
         torch.manual_seed(0)
         with torch.device("cuda"):
             self.drafter = Drafter(self.config)
@@ -75,37 +45,40 @@ class Bench:
                 if parameter.ndim == 2:
                     torch.nn.init.normal_(parameter, std=0.02)
             self.drafter.t2d[: options.draft_vocab] = True
-            ids = [torch.randint(options.vocab, (options.tokens,)) for _ in range(options.rows)]
-            count = options.rows * options.tokens
-            shape = (count, len(self.config.slots) * options.hidden)
-            self.states = torch.randn(shape, dtype=torch.bfloat16)
-            self.normed = torch.randn(count, options.hidden, dtype=torch.bfloat16)
             head = torch.randn(options.draft_vocab, options.hidden, dtype=torch.bfloat16)
-            self.draft_head = head.mul_(options.hidden**-0.5)
-            greedy = torch.randint(options.draft_vocab, (count,))
+            head.mul_(options.hidden**-0.5)
         self.drafter.embed_tokens.weight.requires_grad_(False)
-        prompt = [round(options.tokens * options.prompt_share) or 1] * options.rows
-        self.rows = PackedRows.pack([row.cpu() for row in ids], prompt)
-        draft_of = draft_ids(self.drafter.t2d)
-        self.labels = label_steps(self.rows, greedy, draft_of, options.steps)
-        self.rows_here = self.rows.to("cuda")
-        self.trained = [p for p in self.drafter.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(self.trained, lr=1e-5, fused=True)
+        # All ids are in the draft vocabulary: every label has a loss.
+        self.ids = torch.randint(options.draft_vocab, (options.rows, options.tokens))
+        self.prompt_tokens = round(options.tokens * options.prompt_share) or 1
+        self.batch, self.labels = self._batch()
+        self.replica = Replicated(
+            self.drafter,
+            lambda drafter: Objective(drafter, head, self.params),
+            torch.bfloat16,
+            Place(torch.device("cuda")),
+        )
+        self.optimizers = make_optimizers(self.replica.named, self.params)
+        exist = [max(0, options.tokens - self.prompt_tokens - 1 - k) for k in range(options.steps)]
+        weights = [self.params.step_weight**k for k in range(options.steps)]
+        self.scales = step_scale([n * options.rows for n in exist], weights)
+
+    def _batch(self) -> tuple[Batch, Labels]:
+        o, count = self.options, self.options.rows * self.options.tokens
+        rows = PackedRows.pack(list(self.ids), [self.prompt_tokens] * o.rows)
+        with torch.device("cuda"):
+            states = torch.randn(count, len(self.config.slots) * o.hidden, dtype=torch.bfloat16)
+            normed = torch.randn(count, o.hidden, dtype=torch.bfloat16)
+            logsumexp = torch.full((count,), 12.0)
+        greedy = torch.randint(o.draft_vocab, (count,))
+        return Batch([], rows.to("cuda"), states, normed), Labels(normed, greedy, logsumexp)
 
     def update(self) -> None:
-        with torch.autocast("cuda", torch.bfloat16):
-            made = unroll(
-                self.drafter, self.rows_here, self.states, self.options.steps, feed="truth"
-            )
-            scale = step_scale(self.labels.inside, [0.8**k for k in range(self.options.steps)])
-            teacher = Teacher(self.normed, self.draft_head)
-            loss, _ = ttt_loss(
-                self.drafter, made, self.labels, teacher, scale, kind=self.options.kind
-            )
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.trained, 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.replica.start()
+        self.replica.backward(self.batch, self.labels, self.scales, last=True)
+        self.replica.clip(self.params.max_grad_norm)
+        for optimizer in self.optimizers:
+            optimizer.step()
 
 
 def _config(options: argparse.Namespace) -> DrafterConfig:
@@ -152,7 +125,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
     peak = (peak_before + matrix_peak_per_s()) / 2
-    flop = update_flop(bench.config, bench.rows, bench.labels)
+    rows = [(ids, bench.prompt_tokens) for ids in bench.ids]
+    needed = needed_operations(bench.config, rows, bench.drafter.t2d.cpu(), options.steps)
+    flop = sum(needed.values())
     median_s = statistics.median(seconds)
     if options.profile:
         _print_profile(bench)
@@ -161,6 +136,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "update_s": median_s,
         "tokens_per_s": options.rows * options.tokens / median_s,
         "flop": flop,
+        "flop_by_part": needed,
         "flop_per_s": flop / median_s,
         "matrix_peak_flop_per_s": peak,
         "share_of_matrix_peak": flop / median_s / peak,

@@ -14,7 +14,8 @@ from eagle3lib.drafter.config import OPTIONS, DrafterConfig
 from eagle3lib.drafter.model import Drafter, PackedRows, unroll
 from eagle3lib.drafter.vocab import build_vocab_map, count_tokens
 from eagle3lib.engine.client import Client
-from eagle3lib.engine.vllm import EngineConfig, VllmServer
+from eagle3lib.engine.config import EngineConfig
+from eagle3lib.engine.launch import EngineServer
 from eagle3lib.measure.arms import RequestRow
 from eagle3lib.target.capture import forward_states
 from eagle3lib.target.folder import open_target
@@ -92,7 +93,7 @@ def test_vllms_rounds_are_the_simulators_with_every_option_on(tmp_path):
         target.folder, "float32", 512, max_num_seqs=1, drafter=folder, num_speculative_tokens=STEPS
     )
     served = []
-    with VllmServer(engine, log=tmp_path / "vllm.log") as server:
+    with EngineServer(engine, log=tmp_path / "vllm.log") as server:
         client = Client(server.url)
         for i, messages in enumerate(asked):
             a = client.chat(messages, max_tokens=TOKENS, temperature=0.0)
