@@ -34,8 +34,8 @@ from eagle3lib.data.rows import (
 from eagle3lib.data.template import load_chat_template, stop_ids_of
 from eagle3lib.data.turns import Conversation, Sampling
 from eagle3lib.engine.client import Client
+from eagle3lib.engine.launch import EngineConfig, EngineServer
 from eagle3lib.engine.pool import Pool
-from eagle3lib.engine.vllm import EngineConfig, VllmServer
 from eagle3lib.lab.files import read_jsonl
 from eagle3lib.lab.params import GenerateParams
 from eagle3lib.lab.run import Phase
@@ -119,7 +119,7 @@ def target_server(
         yield Pool(clients, give_up_s=_OTHERS_GIVE_UP_S)
         return
     engine = EngineConfig(target, cfg.dtype, cfg.max_model_len, max_num_seqs=cfg.concurrency)
-    with VllmServer(engine, log=log, say=say) as server:
+    with EngineServer(engine, log=log, say=say) as server:
         yield Pool([Client(server.url, timeout_s=cfg.timeout_s)], give_up_s=_OWN_GIVE_UP_S)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from eagle3lib.data.messages import ANSWER_COLUMNS
 from eagle3lib.lab.errors import UserError
-from eagle3lib.lab.params import hub_id, resolve
+from eagle3lib.lab.phase_params import hub_id, resolve
 
 # The columns that a prompt can be made of: wide data sets carry images and scores beside them.
 PROMPT_COLUMNS = (

@@ -1,25 +1,29 @@
-"""Read and write drafters as SGLang/SpecForge-style folders: config.json and model.safetensors."""
+"""Read anybody's drafter folder, write our own: config.json and model.safetensors.
+
+What is written is the SGLang/SpecForge style, which both engines read.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
-from eagle3lib.drafter.config import DrafterConfig, check_drafter_config
+from eagle3lib.drafter.checks import check_drafter_config, check_servable
+from eagle3lib.drafter.config import DrafterConfig
 from eagle3lib.drafter.model import Drafter
-from eagle3lib.drafter.vocab import VocabMap, check_vocab_map
+from eagle3lib.drafter.read_config import check_config_file, read_drafter_config
+from eagle3lib.drafter.vocab import VocabMap, check_offsets, check_vocab_map
+from eagle3lib.drafter.weights import WEIGHTS, read_weights
 from eagle3lib.lab.errors import UserError
-from eagle3lib.lab.files import write_json
+from eagle3lib.lab.files import read_json, write_json
 from eagle3lib.lab.finding import Finding, raise_errors
 
-WEIGHTS = "model.safetensors"
-# Both engines also read the layer under this name; vLLM's own trainer writes it.
-_RENAME = (("layers.0.", "midlayer."),)
+_EMBEDDING = "embed_tokens.weight"
 
 
 def drafter_tensors(drafter: Drafter, dtype: torch.dtype, *, embeddings: bool) -> dict[str, Tensor]:
@@ -34,70 +38,119 @@ def drafter_tensors(drafter: Drafter, dtype: torch.dtype, *, embeddings: bool) -
 
 
 def write_drafter(folder: Path, drafter: Drafter, dtype: torch.dtype) -> None:
-    """Write a serving folder into ``folder`` (made by ``replace_folder``, so it appears whole)."""
-    tensors = drafter_tensors(drafter, dtype, embeddings=False)
+    """Write a serving folder into ``folder`` (made by ``replace_folder``, so it appears whole).
+
+    The whole vocabulary needs no map, and gets none: vLLM has no place for a d2t then.
+    """
+    c = drafter.config
+    tensors = drafter_tensors(drafter, dtype, embeddings=c.own_embeddings)
+    if c.draft_vocab_size == c.vocab_size:
+        tensors = {k: v for k, v in tensors.items() if k not in ("d2t", "t2d")}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    write_json(
-        folder / "config.json", drafter.config.as_hf_config(str(dtype).removeprefix("torch."))
-    )
+    write_json(folder / "config.json", c.as_hf_config(str(dtype).removeprefix("torch.")))
 
 
 def read_drafter(
     folder: Path, target_config: dict[str, Any], target_embedding: Tensor, dtype: torch.dtype
 ) -> Drafter:
-    """Load a Llama-type drafter; raises ``UserError`` naming what is missing, extra or
-    misshapen."""
-    config = DrafterConfig.from_folder(folder, target_config["num_hidden_layers"])
+    """Load a Llama-type or MLA-type drafter of either style; raises ``UserError`` naming what is
+    missing, extra or misshapen. Without embeddings of its own it is given the target's."""
+    config = read_drafter_config(folder, target_config["num_hidden_layers"])
     raise_errors(check_drafter_config(config, target_config))
-    tensors = _read_weights(folder)
-    if "d2t" not in tensors:
-        if config.draft_vocab_size != config.vocab_size:
-            raise UserError(
-                "the drafter has a reduced vocabulary but no d2t tensor",
-                expected="d2t [draft_vocab_size] int64",
-                where=folder / WEIGHTS,
-                next="export it again: engines would silently use ids 0..D-1",
-            )
-        tensors["d2t"] = torch.zeros(config.vocab_size, dtype=torch.int64)
-    if "t2d" not in tensors:
-        tensors["t2d"] = _t2d_from(tensors["d2t"], config.vocab_size)
-    raise_errors(check_vocab_map(tensors["d2t"], tensors["t2d"], str(folder / WEIGHTS)))
-    tensors.setdefault("embed_tokens.weight", target_embedding)
+    tensors, where = read_weights(folder)
+    tensors |= _vocab_tensors(tensors, config, where)
+    own = tensors.get(_EMBEDDING)
+    config = replace(config, own_embeddings=own is not None and not _same(own, target_embedding))
+    tensors.setdefault(_EMBEDDING, target_embedding)
+    raise_errors(check_tensors(config, tensors, where))
     drafter = Drafter(config)
-    raise_errors(check_tensors(drafter, tensors, str(folder / WEIGHTS)))
     drafter.load_state_dict(tensors)
     return drafter.to(dtype).eval()
 
 
-def _t2d_from(d2t: Tensor, vocab_size: int) -> Tensor:
-    t2d = torch.zeros(vocab_size, dtype=torch.bool)
-    ids = torch.arange(len(d2t)) + d2t
-    t2d[ids[(ids >= 0) & (ids < vocab_size)]] = True
-    return t2d
+def check_drafter_folder(
+    folder: Path, target_config: dict[str, Any], target_embedding: Tensor
+) -> list[Finding]:
+    """Everything that is wrong or to be known about a drafter's folder, warnings included, for
+    people; ``read_drafter`` raises the errors among them."""
+    path = folder / "config.json"
+    findings = check_config_file(read_json(path), target_config["num_hidden_layers"], str(path))
+    if any(f.severity == "error" for f in findings):
+        return findings
+    config = read_drafter_config(folder, target_config["num_hidden_layers"])
+    tensors, where = read_weights(folder)
+    own = tensors.get(_EMBEDDING)
+    config = replace(config, own_embeddings=own is not None and not _same(own, target_embedding))
+    findings += check_drafter_config(config, target_config) + check_servable(config)
+    shapes = expected_shapes(config)
+    absent = {k: torch.empty(shapes[k], device="meta") for k in (_EMBEDDING, "d2t", "t2d")}
+    findings += check_tensors(config, absent | tensors, where)
+    if "d2t" in tensors and "t2d" in tensors:
+        findings += check_vocab_map(tensors["d2t"], tensors["t2d"], where)
+    elif "d2t" in tensors:
+        findings += check_offsets(tensors["d2t"], config.vocab_size, where)
+    return findings
 
 
-def _read_weights(folder: Path) -> dict[str, Tensor]:
-    path = folder / WEIGHTS
-    if not path.exists():
-        raise UserError("the drafter has no weights", expected=WEIGHTS, where=folder)
-    try:
-        tensors = load_file(path)
-    except SafetensorError as error:
-        raise UserError(
-            f"the weights can't be read: {error}",
-            where=path,
-            next="copy the file again, it is cut short",
-        ) from None
-    for old, new in _RENAME:
-        tensors = {
-            k.replace(old, new, 1) if k.startswith(old) else k: v for k, v in tensors.items()
-        }
-    return tensors
+def _same(own: Tensor, target: Tensor) -> bool:
+    """Equal in the checkpoint's dtype: a copy of the target's, rounded, is no embedding of its
+    own."""
+    return own.shape == target.shape and torch.equal(own, target.to(own.dtype))
 
 
-def check_tensors(drafter: Drafter, tensors: dict[str, Tensor], where: str) -> list[Finding]:
-    """Names and shapes of a checkpoint against the model of its own config."""
-    expected = {k: v for k, v in drafter.state_dict().items() if not k.startswith("_rotary")}
+def _vocab_tensors(
+    tensors: dict[str, Tensor], config: DrafterConfig, where: str
+) -> dict[str, Tensor]:
+    """d2t and t2d, checked; made where they follow from what is there."""
+    size, whole = config.draft_vocab_size, config.vocab_size
+    d2t, t2d = tensors.get("d2t"), tensors.get("t2d")
+    if d2t is None:
+        if size != whole:
+            raise UserError(
+                "the drafter has a reduced vocabulary but no d2t tensor",
+                expected="d2t [draft_vocab_size] int64",
+                where=where,
+                next="export it again: engines would silently use ids 0..D-1",
+            )
+        d2t = torch.zeros(whole, dtype=torch.int64)
+    findings = _wrong_size("d2t", d2t, size, "draft_vocab_size", where)
+    if t2d is not None:
+        findings += _wrong_size("t2d", t2d, whole, "vocab_size", where)
+    raise_errors(findings or check_offsets(d2t, whole, where))
+    if t2d is None:
+        t2d = torch.zeros(whole, dtype=torch.bool)
+        t2d[torch.arange(size) + d2t] = True
+    raise_errors(check_vocab_map(d2t, t2d, where))
+    return {"d2t": d2t, "t2d": t2d.to(torch.bool)}
+
+
+def _wrong_size(name: str, found: Tensor, size: int, key: str, where: str) -> list[Finding]:
+    if tuple(found.shape) == (size,):
+        return []
+    return [
+        Finding(
+            "vocab-map-size",
+            "error",
+            f"tensor {name} is {tuple(found.shape)}",
+            f"{(size,)}, {key} of config.json",
+            "use map and config of one export",
+            where,
+        )
+    ]
+
+
+def expected_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
+    """Tensor names and shapes of a drafter, without making it."""
+    with torch.device("meta"):
+        state = Drafter(config).state_dict()
+    return {k: tuple(v.shape) for k, v in state.items() if not k.startswith("_rotary")}
+
+
+def check_tensors(config: DrafterConfig, tensors: dict[str, Tensor], where: str) -> list[Finding]:
+    """Names and shapes of a checkpoint against the model of its own config: (name, found,
+    expected)."""
+    expected = expected_shapes(config)
+    kind = f"{config.kind}-type drafter, options: {', '.join(config.options) or 'none'}"
     findings = []
     for name in sorted(expected.keys() - tensors.keys()):
         findings.append(
@@ -105,8 +158,8 @@ def check_tensors(drafter: Drafter, tensors: dict[str, Tensor], where: str) -> l
                 "tensor-missing",
                 "error",
                 f"tensor {name} is missing",
-                f"shape {tuple(expected[name].shape)}",
-                "export it again",
+                f"shape {expected[name]}, in a {kind}",
+                "export it again, or correct the options in config.json",
                 where,
             )
         )
@@ -116,20 +169,21 @@ def check_tensors(drafter: Drafter, tensors: dict[str, Tensor], where: str) -> l
                 "tensor-unknown",
                 "error",
                 f"tensor {name} has no place in this model",
-                "a Llama-type EAGLE-3 drafter without extra norms",
-                "this version reads plain EAGLE-3 checkpoints only",
+                f"a {kind}",
+                "its config.json lacks an option that it was trained with, or it is of a kind that "
+                "this version does not read",
                 where,
             )
         )
     for name in sorted(expected.keys() & tensors.keys()):
-        found, wanted = tuple(tensors[name].shape), tuple(expected[name].shape)
-        if found != wanted:
+        found = tuple(tensors[name].shape)
+        if found != expected[name]:
             findings.append(
                 Finding(
                     "tensor-shape",
                     "error",
-                    f"tensor {name} is {found}",
-                    f"{wanted}, from config.json",
+                    f"tensor {name} is {found}, expected {expected[name]}",
+                    f"{expected[name]}, from config.json",
                     "use weights and config of one export",
                     where,
                 )
@@ -138,5 +192,13 @@ def check_tensors(drafter: Drafter, tensors: dict[str, Tensor], where: str) -> l
 
 
 def set_vocab(drafter: Drafter, vocab: VocabMap) -> None:
+    """Give a drafter its map. Raises ``UserError`` for a map of another size."""
+    sizes = (len(drafter.d2t), len(drafter.t2d)), (len(vocab.d2t), len(vocab.t2d))
+    if sizes[0] != sizes[1]:
+        raise UserError(
+            f"the vocabulary map holds {sizes[1][0]} of {sizes[1][1]} tokens",
+            expected=f"{sizes[0][0]} of {sizes[0][1]}, as the drafter's head and target",
+            next="build the map for this target and size: eagle3 run PROFILE 03",
+        )
     drafter.d2t.copy_(vocab.d2t)
     drafter.t2d.copy_(vocab.t2d)

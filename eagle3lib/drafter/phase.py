@@ -6,65 +6,45 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import torch
 from huggingface_hub import ModelCard, ModelCardData
 
-from eagle3lib.data.rows import AnswerRow
 from eagle3lib.drafter.checkpoint import read_drafter, write_drafter
 from eagle3lib.drafter.config import DrafterConfig
 from eagle3lib.drafter.model import Drafter, PackedRows, unroll
 from eagle3lib.drafter.simulate import Conversation
-from eagle3lib.drafter.vocab import VocabMap, build_vocab_map, count_tokens, coverage_counts
+from eagle3lib.drafter.vocab import VocabMap, build_vocab_map
+from eagle3lib.drafter.warm_start import checkpoint_vocab
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import replace_folder, write_text
+from eagle3lib.lab.params import VocabParams
+from eagle3lib.lab.phase_params import resolve
 from eagle3lib.target.folder import Target
 from eagle3lib.target.model import DTYPES, TargetHead
 
-_SIZES = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 
+def make_vocab(
+    cfg: VocabParams, target: Target, counts: Counter[int], size: int, forced: dict[int, str]
+) -> VocabMap:
+    """The map of the run: built from counts and forced ids, or a warm start's own.
 
-def answer_counts(rows: list[AnswerRow]) -> Counter[int]:
-    """Counts over the answers that are trained on."""
-    return count_tokens(row.answer_token_ids for row in rows if row.trained)
-
-
-def coverage_table(vocab: VocabMap, rows: list[AnswerRow]) -> pd.DataFrame:
-    """Share of answer tokens that the draft vocabulary holds, where it was counted and held out."""
-    groups = [("workload", "train"), ("workload", "heldout"), ("general", "heldout")]
-    out = []
-    for name, split in groups:
-        answers = [r.answer_token_ids for r in rows if (r.set, r.split) == (name, split)]
-        inside, total = coverage_counts(vocab, answers)
-        if total:
-            out.append(
-                {
-                    "set": name,
-                    "split": split,
-                    "tokens": total,
-                    "inside": inside,
-                    "coverage": inside / total,
-                }
-            )
-    return pd.DataFrame(out)
-
-
-def coverage_curve(rows: list[AnswerRow], target: Target) -> pd.DataFrame:
-    """Held-out coverage by size of the draft vocabulary, and what its head costs (bytes, bf16)."""
-    counts, curve = answer_counts(rows), []
-    for size in [s for s in _SIZES if s < target.vocab_size] + [target.vocab_size]:
-        vocab = build_vocab_map(counts, target.vocab_size, size, target.stop_ids())
-        table = coverage_table(vocab, rows)
-        for _, line in table[table.split == "heldout"].iterrows():
-            curve.append(
-                {
-                    "draft_vocab_size": size,
-                    "set": line["set"],
-                    "coverage": line["coverage"],
-                    "head_bytes": size * target.hidden_size * 2,
-                }
-            )
-    return pd.DataFrame(curve)
+    Raises ``UserError`` when a warm start's map and ``draft_vocab_size`` disagree: the rows of the
+    checkpoint's head belong to the tokens of its own map.
+    """
+    if not cfg.warm_start:
+        return build_vocab_map(counts, target.vocab_size, size, forced)
+    folder = resolve(cfg.warm_start)
+    vocab = checkpoint_vocab(folder, target, TargetHead(target))
+    if cfg.draft_vocab_size not in (0, len(vocab.d2t)):
+        raise UserError(
+            f"draft_vocab_size is {cfg.draft_vocab_size}, the checkpoint's own map holds "
+            f"{len(vocab.d2t)} tokens",
+            expected="0, which keeps the checkpoint's map, or its very size",
+            where=folder,
+            next="set draft_vocab_size: 0; for another map build it without warm_start, and ask "
+            "the training to replace the checkpoint's",
+        )
+    return vocab
 
 
 def export_drafter(
@@ -81,9 +61,10 @@ def export_drafter(
 
 def _model_card(config: DrafterConfig, target: Target, trained_on: str) -> str:
     data = ModelCardData(tags=["eagle3", "speculative-decoding"], base_model=target.name)
+    kind = "MLA" if config.mla else "Llama"
     body = f"""# EAGLE-3 drafter for {target.name}
 
-One Llama-type layer over the target's states before layers {list(config.slots)}, proposing
+One {kind}-type layer over the target's states before layers {list(config.slots)}, proposing
 {config.draft_vocab_size:,} of {config.vocab_size:,} tokens. {trained_on}
 
     vllm serve TARGET --speculative-config \\

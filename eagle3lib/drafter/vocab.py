@@ -20,7 +20,7 @@ from torch import Tensor
 
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import write_atomic
-from eagle3lib.lab.finding import Finding, raise_errors
+from eagle3lib.lab.finding import Finding, Severity, raise_errors
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,42 @@ def coverage_counts(vocab: VocabMap, answers: Iterable[Sequence[int]]) -> tuple[
     counts = count_tokens(answers)
     inside = sum(count for token, count in counts.items() if vocab.t2d[token])
     return inside, sum(counts.values())
+
+
+# D^2 / V from which a random choice of D out of V tokens without two neighbours is out of the
+# question: its probability is about exp(-D^2 / V), here 2e-9.
+_NEIGHBOURS_SURE = 20
+
+
+def check_offsets(d2t: Tensor, vocab_size: int, where: str = "") -> list[Finding]:
+    """What d2t alone can tell: offsets of a rising map never fall, start at 0 or above and end
+    within the vocabulary.
+
+    Absolute ids in their place rise strictly. Where ``arange(D) + d2t`` then leaves the vocabulary,
+    they are no offsets. Where it stays inside (D at most half of V), the law holds for a map that
+    has no two neighbouring tokens: no choice of so many tokens is like that, so it is an error; for
+    a small map (D^2 < 20 V) it can't be told, and is a warning.
+    """
+    if d2t.dtype != torch.int64:
+        return []  # check_vocab_map says so
+    strictly = len(d2t) > 1 and bool((d2t.diff() > 0).all())
+    last = int(d2t[-1]) + len(d2t) - 1
+    severity: Severity = "error"
+    if strictly and (last >= vocab_size or len(d2t) ** 2 > _NEIGHBOURS_SURE * vocab_size):
+        problem, remedy = "d2t holds absolute target ids", "store offsets: d2t - arange(len(d2t))"
+    elif strictly:
+        severity = "warning"
+        problem = "d2t holds offsets of a map without neighbours, or absolute target ids"
+        remedy = "can't be told from d2t alone: add t2d to the checkpoint"
+    elif bool((d2t.diff() < 0).any()) or int(d2t[0]) < 0:
+        problem, remedy = "d2t falls, so its target ids don't rise", "sort the map by target id"
+    elif last >= vocab_size:
+        problem = f"d2t names target id {last}, the vocabulary holds {vocab_size}"
+        remedy = "take the map of a drafter of this target"
+    else:
+        return []
+    evidence = "target id = draft id + d2t[draft id], rising, inside the target's vocabulary"
+    return [Finding("vocab-map", severity, problem, evidence, remedy, where)]
 
 
 def check_vocab_map(d2t: Tensor, t2d: Tensor, where: str = "") -> list[Finding]:

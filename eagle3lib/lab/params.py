@@ -10,103 +10,15 @@ Types stay what papermill's parameter cells can hold: str, int, float, bool, lis
 from __future__ import annotations
 
 import re
-from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
-from eagle3lib.lab.errors import UserError
-from eagle3lib.lab.machine import ROOT
+from eagle3lib.lab.phase_params import PhaseParams
 
 Dtype = Literal["bfloat16", "float32"]
+Loss = Literal["kl", "ce", "rkl", "tv", "lk", "hybrid"]
 PromptFormat = Literal["auto", "messages", "conversations", "prompt", "instruction", "text"]
-_FILE_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".txt", ".gz", ".zst")
-
-
-class PhaseParams(BaseModel):
-    """What every phase takes."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-    PHASE: ClassVar[str] = ""
-    UPSTREAM: ClassVar[tuple[str, ...]] = ()
-    FILES: ClassVar[tuple[str, ...]] = ()  # fields that name input files
-    FREE: ClassVar[tuple[str, ...]] = ()  # fields that don't decide the result: no rerun
-    GROWING: ClassVar[tuple[str, ...]] = ()  # more of it continues what is there
-
-    run: str = Field("demo", description="name of the run; its folder is outputs/RUN")
-    target: str = Field(
-        "smollm2-135m-instruct",
-        description="smollm2-135m-instruct, a local folder, or a Hub id",
-    )
-
-    @field_validator("run")
-    @classmethod
-    def _run_is_a_folder_name(cls, value: str) -> str:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value) or value == "examples":
-            raise ValueError("a run's name is letters, digits, '.', '_', '-', and not 'examples'")
-        return value
-
-    @classmethod
-    def from_notebook(cls, namespace: dict[str, Any]) -> Self:
-        """Read the values of a notebook's ``parameters`` cell (and of what was injected after
-        it)."""
-        missing = [name for name in cls.model_fields if name not in namespace]
-        if missing:
-            raise UserError(
-                f"the parameters cell lacks: {', '.join(missing)}",
-                expected=f"every field of {cls.__name__}",
-                where=f"notebooks/{cls.PHASE}.ipynb",
-                next="eagle3 notebooks",
-            )
-        return cls.checked(
-            {name: namespace[name] for name in cls.model_fields}, "the parameters cell"
-        )
-
-    @classmethod
-    def checked(cls, values: dict[str, Any], source: str) -> Self:
-        """Validate; every problem becomes a line of one ``UserError`` that names the parameter."""
-        try:
-            return cls.model_validate(values)
-        except ValidationError as error:
-            lines = [_explain(cls, problem) for problem in error.errors()]
-            raise UserError(
-                "\n".join(lines), where=source, next=f"eagle3 params {cls.PHASE}"
-            ) from None
-
-    def input_files(self) -> dict[str, Path]:
-        """Parameter name -> path of the input files and folders named by parameters (relative to
-        the repository); what comes from the Hub has none."""
-        named = {field: getattr(self, field) for field in self.FILES}
-        return {f: resolve(value) for f, value in named.items() if value and not hub_id(value)}
-
-
-def resolve(path: str) -> Path:
-    """A path of the parameters: absolute, or relative to the repository."""
-    given = Path(path).expanduser()
-    return given if given.is_absolute() else ROOT / given
-
-
-def hub_id(value: str) -> str:
-    """``ORG/NAME`` of a data set on the Hub, "" where ``value`` names a path.
-
-    ``hub:`` in front says so; without it ``ORG/NAME`` is taken for the Hub's when no such path is
-    there and no ending says that a file is meant.
-    """
-    name = value.removeprefix("hub:")
-    if name != value:
-        return name
-    looks_like_one = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", value)
-    if not looks_like_one or Path(value).suffix in _FILE_SUFFIXES or resolve(value).exists():
-        return ""
-    return value
-
-
-def _explain(cls: type[PhaseParams], problem: Any) -> str:
-    name = ".".join(str(part) for part in problem["loc"])
-    if problem["type"] == "extra_forbidden":
-        known = ", ".join(cls.model_fields)
-        return f"unknown parameter {name!r} of {cls.PHASE}; known are: {known}"
-    return f"parameter {name!r} of {cls.PHASE}: found {problem['input']!r}; {problem['msg']}"
 
 
 class PlanParams(PhaseParams):
@@ -290,13 +202,41 @@ class CaptureParams(PhaseParams):
 
 class VocabParams(PhaseParams):
     PHASE: ClassVar[str] = "03_build_vocab_map"
+    FILES: ClassVar[tuple[str, ...]] = ("warm_start",)
     UPSTREAM: ClassVar[tuple[str, ...]] = ("01_generate_data",)
 
-    draft_vocab_size: int = Field(4096, ge=8, description="tokens that the drafter can propose")
+    draft_vocab_size: int = Field(
+        4096, ge=0, description="tokens that the drafter can propose, 0 chooses by the curve"
+    )
+    num_speculative_tokens: int = Field(
+        3, ge=1, le=16, description="K of the estimate that the curve chooses by"
+    )
+    warm_start: str = Field(
+        "", description="folder of a drafter to go on from, its vocabulary map is kept"
+    )
+
+    @field_validator("draft_vocab_size")
+    @classmethod
+    def _few_tokens_are_no_vocabulary(cls, value: int) -> int:
+        if 0 < value < 8:
+            raise ValueError("0 (chosen by the curve), or at least 8 tokens")
+        return value
 
 
 class TrainParams(PhaseParams):
     PHASE: ClassVar[str] = "04_train_drafter"
+    FREE: ClassVar[tuple[str, ...]] = (
+        "accumulate",
+        "recompute",
+        "checkpoint_every_s",
+        "device",
+        "sharding",
+        "processes",
+        "nodes",
+        "rendezvous",
+        "tracker",
+    )
+    FILES: ClassVar[tuple[str, ...]] = ("warm_start",)
     UPSTREAM: ClassVar[tuple[str, ...]] = ("02_capture_hidden_states", "03_build_vocab_map")
 
     epochs: int = Field(12, ge=1, description="passes over the training answers")
@@ -306,16 +246,72 @@ class TrainParams(PhaseParams):
     step_weight: float = Field(
         0.8, gt=0, le=1, description="weight of a step's loss over the one before"
     )
-    batch_rows: int = Field(8, ge=1, description="conversations in one optimizer step")
-    learning_rate: float = Field(1e-3, gt=0, description="peak learning rate of AdamW")
+    loss: Loss = Field("kl", description="kl, ce, rkl, tv, lk or hybrid, see training/kinds.py")
+    loss_temperature: float = Field(
+        1.0, gt=0, description="sampling temperature that the loss is of, target and drafter alike"
+    )
+    batch_tokens: int = Field(
+        1300, ge=1, description="tokens in one optimizer update, over all processes"
+    )
+    accumulate: int = Field(
+        1, ge=1, description="parts that each process cuts its share of an update into, for memory"
+    )
+    max_tokens_per_row: int = Field(
+        0, ge=0, description="longer conversations are cut at the end and counted, 0 is never"
+    )
+    recompute: bool = Field(
+        False, description="compute MLP activations again in the backward, for memory"
+    )
+    optimizer: Literal["adamw", "muon"] = Field(
+        "adamw", description="adamw, or muon for the hidden matrices with adamw for the rest"
+    )
+    learning_rate: float = Field(1e-3, gt=0, description="peak learning rate")
     warmup_share: float = Field(0.05, ge=0, le=1, description="share of all updates that warm up")
-    weight_decay: float = Field(0.01, ge=0, description="AdamW weight decay of matrices")
+    weight_decay: float = Field(0.01, ge=0, description="decoupled weight decay of matrices")
     max_grad_norm: float = Field(1.0, gt=0, description="gradient clipping, global norm")
-    precision: Dtype = Field("bfloat16", description="bfloat16 or float32, of the matrix products")
-    checkpoint_every: int = Field(1, ge=1, description="epochs between checkpoints and evaluations")
+    precision: Dtype = Field(
+        "bfloat16", description="bfloat16 or float32, of the products, weights stay float32"
+    )
+    warm_start: str = Field(
+        "", description="folder of a drafter to start from, empty starts from the target's head"
+    )
+    drafter_kind: Literal["auto", "llama", "mla"] = Field(
+        "auto", description="auto (the target's kind of attention), llama or mla"
+    )
+    fc_norm: bool = Field(False, description="EAGLE 3.1: norm every slot before fc")
+    norm_output: bool = Field(False, description="EAGLE 3.1: feed the normed state back")
+    norm_before_fc: bool = Field(False, description="norm the slots together before fc")
+    norm_before_residual: bool = Field(False, description="the residual is the normed state")
+    replace_vocab_map: bool = Field(
+        False, description="give a warm start the map of phase 03 in place of its own"
+    )
+    checkpoint_every: int = Field(1, ge=1, description="epochs between evaluations")
+    checkpoint_every_s: float = Field(
+        300.0, ge=0, description="seconds between checkpoints within an epoch"
+    )
     num_speculative_tokens: int = Field(3, ge=1, le=16, description="K of the evaluations")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="auto (a GPU where there is one), cpu or cuda"
+    )
+    sharding: Literal["none", "fsdp"] = Field(
+        "none", description="none (a copy of the weights a process) or fsdp (FSDP2)"
+    )
     processes: int = Field(1, ge=1, description="training processes on this machine, one a GPU")
+    rendezvous: str = Field(
+        "", description="HOST:PORT of this machine as the other nodes reach it, empty for one node"
+    )
+    nodes: int = Field(1, ge=1, description="machines, each with as many processes")
+    tracker: Literal["none", "trackio", "tensorboard", "wandb"] = Field(
+        "none", description="none, trackio, tensorboard or wandb, beside metrics.jsonl"
+    )
     seed: int = Field(0, ge=0, description="seed of weights and of the order of rows")
+
+    @field_validator("nodes")
+    @classmethod
+    def _nodes_must_find_each_other(cls, value: int, info: ValidationInfo) -> int:
+        if value > 1 and not re.fullmatch(r"[^\s:]+:\d+", info.data.get("rendezvous", "")):
+            raise ValueError("nodes above 1 needs rendezvous as HOST:PORT of this machine")
+        return value
 
 
 class ExportParams(PhaseParams):

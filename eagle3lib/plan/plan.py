@@ -125,8 +125,8 @@ def _rope_text(config: dict[str, Any]) -> str:
     kinds = {name: part for name, part in given.items() if isinstance(part, dict)}
     if kinds:
         return "; ".join(f"{k}: {_rope_text({'rope_parameters': v})}" for k, v in kinds.items())
-    rope = rope_parameters(config)
     named = "rope_theta" in config or "rope_theta" in given
+    rope = rope_parameters(config if named else config | {"rope_theta": 0.0})  # 0 is not shown
     base = f"base {rope['rope_theta']:g}" if named else "no base named"
     return f"{rope['rope_type']}, {base}" + (f", factor {rope['factor']:g}" if rope.get("factor")
                                              else "")  # fmt: skip

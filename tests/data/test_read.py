@@ -12,7 +12,8 @@ import pytest
 from eagle3lib.data.prompts import prompt_id, read_prompts, read_source
 from eagle3lib.data.read import read_rows
 from eagle3lib.lab.errors import UserError
-from eagle3lib.lab.params import GenerateParams, hub_id
+from eagle3lib.lab.params import GenerateParams
+from eagle3lib.lab.phase_params import hub_id
 
 TOOL = {"type": "function", "function": {"name": "weather"}}
 CALL = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}

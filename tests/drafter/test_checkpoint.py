@@ -7,8 +7,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eagle3lib.drafter.checkpoint import read_drafter, write_drafter
-from eagle3lib.drafter.config import DrafterConfig, check_drafter_config, default_slots
+from eagle3lib.drafter.checks import check_drafter_config
+from eagle3lib.drafter.config import default_slots
 from eagle3lib.drafter.model import PackedRows, unroll
+from eagle3lib.drafter.read_config import read_drafter_config
 from eagle3lib.lab.errors import UserError
 from eagle3lib.target.model import TargetHead
 
@@ -201,7 +203,7 @@ CONFIGS = {
 def test_config_round_trip(random_drafter, tmp_path, changes):
     config = random_drafter(draft_vocab_size=90, **changes).config
     (tmp_path / "config.json").write_text(json.dumps(config.as_hf_config("float32")))
-    assert DrafterConfig.from_folder(tmp_path, 10) == config
+    assert read_drafter_config(tmp_path, 10) == config
 
 
 def test_layer_ids_where_each_engine_looks(random_drafter):
@@ -211,14 +213,33 @@ def test_layer_ids_where_each_engine_looks(random_drafter):
     assert written["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 4, 6]
 
 
+def set_ids(folder, top, nested):
+    def change(config):
+        config.pop("eagle_aux_hidden_state_layer_ids", None)
+        if top is not None:
+            config["eagle_aux_hidden_state_layer_ids"] = list(top)
+        config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(nested)}
+
+    change_config(folder, change)
+
+
+@pytest.mark.parametrize("nested", [[2, 5, 8], [0, 4, 6], [2, 5], [3, 6, 8]])
+def test_layer_ids_that_contradict_each_other_are_refused(folder, read, nested):
+    set_ids(folder, [2, 5, 7], nested)
+    with pytest.raises(UserError, match=r"layer ids \[2, 5, 7\] at the top level, \["):
+        read(folder)
+
+
 def test_layer_ids_are_read_by_their_place(folder):
     def slots():
-        return DrafterConfig.from_folder(folder, 10).slots
+        return read_drafter_config(folder, 10).slots
 
-    change_config(folder, lambda c: c.update(eagle_aux_hidden_state_layer_ids=[3, 4, 8]))
+    set_ids(folder, [3, 4, 8], [2, 3, 7])
     assert slots() == (3, 4, 8)
-    change_config(folder, lambda c: c.pop("eagle_aux_hidden_state_layer_ids"))
-    assert slots() == (2, 5, 7), "nested ids 1, 4, 6 are of a layer's output"
+    set_ids(folder, None, [2, 3, 7])
+    assert slots() == (3, 4, 8), "nested ids alone are of a layer's output"
+    set_ids(folder, None, [2, 5, 7])
+    assert slots() == (2, 5, 7), "the default before-layer ids, as some tools nest them"
     change_config(folder, lambda c: c.pop("eagle_config"))
     assert slots() == default_slots(10) == (2, 5, 7)
 
@@ -238,6 +259,6 @@ def test_colliding_slots_are_refused(layers):
 
 @pytest.mark.parametrize("slots", [(5, 2, 7), (2, 2, 7), (0, 5, 7), (2, 5, 11)])
 def test_odd_slots_are_refused(folder, read, slots):
-    change_config(folder, lambda c: c.update(eagle_aux_hidden_state_layer_ids=list(slots)))
-    with pytest.raises(UserError, match="slots"):
+    set_ids(folder, slots, slots)
+    with pytest.raises(UserError, match="the drafter's slots are"):
         read(folder)

@@ -7,7 +7,7 @@ import pytest
 from eagle3lib.data.describe import data_report
 from eagle3lib.data.roles import ROLES
 from eagle3lib.data.rows import AnswerRow
-from eagle3lib.report.figures import length_histograms, ngram_bars, share_bars
+from eagle3lib.report.data_figures import length_histograms, ngram_bars, share_bars
 from eagle3lib.report.tables import (
     lengths_table,
     near_answers_table,
