@@ -1,0 +1,94 @@
+"""Capture through the real vLLM: the states are transformers' own."""
+
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tiny import save_target
+
+from eagle3lib.lab.errors import UserError
+from eagle3lib.target.capture import InProcess
+from eagle3lib.target.engine import FromVllm, read_states
+from eagle3lib.target.folder import open_target
+
+ROW = [1, 17, 230, 4, 99]
+
+
+def written(folder, states, ids):
+    path = folder / "cmpl-1.safetensors"
+    path.with_name(f"{path.name}.lock").touch()
+    save_file({"hidden_states": states, "token_ids": torch.tensor(ids)}, path)
+    return path
+
+
+def test_read_states_takes_the_files_away(tmp_path):
+    states = torch.randn(5, 3, 8)
+    path = written(tmp_path, states, ROW)
+    assert torch.equal(read_states(path, ROW, 3), states)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("shape", "ids", "named"),
+    [
+        ((5, 3, 8), [1, 17, 230, 99, 4], "other tokens"),  # speculators#365: paired by order
+        ((3, 3, 8), ROW, "prefix cache off"),  # vllm#44485: only what was computed is written
+        ((5, 2, 8), ROW, "shape"),
+    ],
+)
+def test_read_states_refuses(tmp_path, shape, ids, named):
+    with pytest.raises(UserError, match=rf"(?s){named}"):
+        read_states(written(tmp_path, torch.randn(shape), ids), ROW, 3)
+
+
+def test_read_states_of_a_file_cut_short(tmp_path):
+    path = written(tmp_path, torch.randn(5, 3, 8), ROW)
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(UserError, match="can't be read"):
+        read_states(path, ROW, 3)
+
+
+def cosines(found, expected):
+    """The lowest cosine over positions, for each slot."""
+    return torch.cosine_similarity(found.float(), expected.float(), dim=-1).amin(0)
+
+
+def both(target, rows, slots, dtype, work, **engine):
+    with InProcess(target, slots, dtype, 512) as here:
+        expected = here.states(rows)
+    with FromVllm(target, slots, dtype, work, 256, **engine) as source:
+        found = source.states(rows)
+    assert [f.shape for f in found] == [e.shape for e in expected]
+    assert not list(work.glob(".from-engine-*")), "nothing is left on the way"
+    return found, expected
+
+
+def rows_of(vocab, lengths, seed=0):
+    """Rows with a common beginning, of which a prefix cache would give back a part."""
+    generator = torch.Generator().manual_seed(seed)
+    common = torch.randint(3, vocab, (24,), generator=generator).tolist()
+    tails = [torch.randint(3, vocab, (n,), generator=generator).tolist() for n in lengths]
+    return [[1, *common, *tail] for tail in tails]
+
+
+@pytest.mark.engine
+def test_vllm_states_of_smollm2_are_transformers(tmp_path):
+    """bf16, many at once, a slot order of our own; chunked prefill cuts the longest row."""
+    target = open_target("smollm2-135m-instruct")
+    rows = rows_of(40_000, (7, 40, 3, 120, 65, 12, 90, 31, 5, 22))
+    flags = ("--max-num-batched-tokens", "64")
+    found, expected = both(target, rows, (15, 2, 27), "bfloat16", tmp_path, extra_flags=flags)
+    for f, e in zip(found, expected, strict=True):
+        assert cosines(f, e).min() > 0.9998
+
+
+@pytest.mark.engine
+def test_vllm_states_of_a_tiny_mla_target_are_transformers(tmp_path):
+    folder = save_target(tmp_path / "target", "deepseek_v3")
+    target = open_target(str(folder))
+    rows = rows_of(290, (7, 40, 3, 90))
+    found, expected = both(target, rows, (1, 3, 5), "float32", tmp_path / "work")
+    for f, e in zip(found, expected, strict=True):
+        assert cosines(f, e).min() > 0.99999
+    shutil.rmtree(folder)
