@@ -128,19 +128,27 @@ def decoder_of(model: Any) -> Any:
 def record_states(model: Any, slots: tuple[int, ...]) -> Iterator[list[Tensor]]:
     """Record, during each forward, the input of the layers ``slots`` and of the final norm.
 
-    The list then holds one tensor [B, T, H] a slot and, last, the pre-norm final state: HF
-    ``hidden_states[slot]``, and what ``hidden_states[-1]`` is not (that one is after the norm).
+    The list then holds one tensor [B, T, H] a slot, in the order of ``slots``, and, last, the
+    pre-norm final state: HF ``hidden_states[slot]``, and what ``hidden_states[-1]`` is not (that
+    one is after the norm).
     """
     decoder = decoder_of(model)
     # Slot n, "before layer n", is the input of the final norm (vLLM counts it so too).
     before = [*decoder.layers[: decoder.config.num_hidden_layers], decoder.norm]
     modules = [before[slot] for slot in slots] + [decoder.norm]
-    recorded: list[Tensor] = []
+    # By place, not by appending: layers run in their own order, whatever that of the slots.
+    recorded: list[Tensor] = [torch.empty(0)] * len(modules)
 
-    def keep(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        recorded.append(arguments[0] if arguments else keywords["hidden_states"])
+    def keeper(place: int) -> Any:
+        def keep(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+            recorded[place] = arguments[0] if arguments else keywords["hidden_states"]
 
-    hooks = [module.register_forward_pre_hook(keep, with_kwargs=True) for module in modules]
+        return keep
+
+    hooks = [
+        module.register_forward_pre_hook(keeper(place), with_kwargs=True)
+        for place, module in enumerate(modules)
+    ]
     try:
         yield recorded
     finally:

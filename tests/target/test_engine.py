@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tiny import save_target
+from transformers import AutoTokenizer
 
 from eagle3lib.lab.errors import UserError
 from eagle3lib.target.capture import InProcess
@@ -13,6 +14,16 @@ from eagle3lib.target.engine import FromVllm, read_states
 from eagle3lib.target.folder import open_target
 
 ROW = [1, 17, 230, 4, 99]
+TEXT = (
+    "Water that falls on the hills finds its way to the sea. First it runs in small streams over "
+    "stones and roots; these meet in the valley and make a river, which carries sand, leaves and "
+    "sometimes whole trees. Where the land is flat the river slows down and turns from side to side. "
+    "People build their towns on its banks, because they need water to drink, to cook and to grow "
+    "their food. They also build bridges, mills and dams. A dam holds the water back and makes a "
+    "lake; the falling water drives a turbine, and the turbine makes electricity for the houses. "
+    "In winter the lake may freeze, and then children skate on it until the ice gets thin again in "
+    "the first warm days of March. In summer they swim."
+)
 
 
 def written(folder, states, ids):
@@ -76,10 +87,12 @@ def rows_of(vocab, lengths, seed=0):
 def test_vllm_states_of_smollm2_are_transformers(tmp_path):
     """bf16, many at once, a slot order of our own; chunked prefill cuts the longest row."""
     target = open_target("smollm2-135m-instruct")
-    rows = rows_of(40_000, (7, 40, 3, 120, 65, 12, 90, 31, 5, 22))
+    encode = AutoTokenizer.from_pretrained(target.folder).encode
+    rows = [encode(TEXT[:n]) for n in (30, 700, 90, 10, 400, 250, 60, 5, 150, 300)]
     flags = ("--max-num-batched-tokens", "64")
     found, expected = both(target, rows, (15, 2, 27), "bfloat16", tmp_path, extra_flags=flags)
     for f, e in zip(found, expected, strict=True):
+        print(len(f), cosines(f, e))
         assert cosines(f, e).min() > 0.9998
 
 
