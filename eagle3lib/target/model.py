@@ -93,6 +93,10 @@ def text_config(target: Target, *, trust_remote_code: bool = False) -> Any:
     for key in ("quantization_config", "tie_word_embeddings"):
         if key in raw and key not in values:
             values[key] = raw[key]
+    quantised = values.get("quantization_config") or {}
+    if quantised.get("quant_method") == "compressed-tensors":
+        # Else weights stay packed until the whole model, head and all, is called for once.
+        values["quantization_config"] = quantised | {"dequantize": True}
     kind = str(values.get("model_type", ""))
     kind = _SAME_AS.get(kind, kind)
     if kind in CONFIG_MAPPING:

@@ -16,13 +16,14 @@ from safetensors.torch import load_file, save_file
 
 VOCAB = 320
 IMAGE_ID = 300
+GROUP = 32
 _COMMON = {
     "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 6,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5,
     "max_position_embeddings": 512, "initializer_range": 0.15, "tie_word_embeddings": False,
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
-_MOE = {"moe_intermediate_size": 48, "num_experts_per_tok": 2}
+_MOE = {"moe_intermediate_size": 64, "num_experts_per_tok": 2}
 _MLA = _COMMON | _MOE | {
     "hidden_size": 256, "num_key_value_heads": 4, "q_lora_rank": 96, "kv_lora_rank": 512,
     "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32, "n_routed_experts": 8,
@@ -97,6 +98,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "gpt_oss": _gpt_oss,
     "gemma2": _gemma2,
     "int4": _llama,
+    "kimi_k25_int4": _deepseek_v3,
 }
 
 
@@ -114,14 +116,14 @@ def save_target(folder: Path, family: str, seed: int = 0) -> Path:
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0, 0.2)
     model.save_pretrained(folder)
-    if family in ("deepseek_v3", "kimi_k2", "kimi_k25"):
+    if family.startswith(("deepseek", "kimi")):
         _as_served(folder)
+    if family.endswith("int4"):
+        _pack_int4(folder, ".experts." if family.startswith("kimi") else "_proj.")
     if family == "kimi_k2":
         _edit(folder, lambda c: c | {"model_type": "kimi_k2"})
-    if family == "kimi_k25":
+    if family.startswith("kimi_k25"):
         _wrap(folder)
-    if family == "int4":
-        _pack_int4(folder)
     _save_tokenizer(folder)
     return folder
 
@@ -155,32 +157,40 @@ def _wrap(folder: Path) -> None:
     save_file(renamed, folder / "model.safetensors", {"format": "pt"})
 
 
-def _pack_int4(folder: Path, group: int = 32) -> None:
-    """compressed-tensors, pack-quantized: weights of 4 bits with a scale for 32 in a row; the head
-    and the embedding stay as they are."""
+def _pack_int4(folder: Path, of: str) -> None:
+    """compressed-tensors, pack-quantized: linear weights with ``of`` in their names get 4 bits and
+    a scale for 32 in a row (Kimi-K2.5: the routed experts alone); the rest stays as it is."""
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
     tensors, packed = load_file(folder / "model.safetensors"), {}
     for name, weight in tensors.items():
-        if not name.endswith("_proj.weight"):
+        base = name.removesuffix("weight")
+        if of not in name:
             packed[name] = weight
             continue
-        base = name.removesuffix("weight")
-        parts = weight.unflatten(1, (-1, group))
-        scale = parts.abs().amax(-1) / 7
-        values = (parts / scale[..., None]).round().clamp(-8, 7).flatten(1).to(torch.int8)
+        values, scale = quantised(weight)
         packed[f"{base}weight_packed"] = pack_to_int32(values, 4)
         packed[f"{base}weight_scale"] = scale
         packed[f"{base}weight_shape"] = torch.tensor(weight.shape)
     save_file(packed, folder / "model.safetensors", {"format": "pt"})
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group",
-               "group_size": group}  # fmt: skip
-    quantised = {
-        "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
+               "group_size": GROUP}  # fmt: skip
+    kimi = ["re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|down)_proj.*"]
+    ignored = ["lm_head", *(kimi if "experts" in of else [])]
+    told = {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ignored,
         "quantization_status": "compressed",
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
     }  # fmt: skip
-    _edit(folder, lambda c: c | {"quantization_config": quantised})
+    _edit(folder, lambda c: c | {"quantization_config": told})
+
+
+def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(values int8 [out, in] from -8 to 7, scale [out, in / 32]) of a weight [out, in]."""
+    parts = weight.unflatten(1, (-1, GROUP))
+    scale = parts.abs().amax(-1) / 7
+    values = (parts / scale[..., None]).round().clamp(-8, 7).flatten(1).to(torch.int8)
+    return values, scale
 
 
 def _save_tokenizer(folder: Path) -> None:
