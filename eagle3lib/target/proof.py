@@ -118,7 +118,9 @@ def _shard_facts(
             count["not_finite"] += int((~torch.isfinite(states)).any(-1).sum())
             count["zero"] += int((states.abs().amax(-1) == 0).sum())
         if len(row.last) != entry.tokens or len(row.token_ids) != entry.tokens:
-            damaged.append(f"{entry.id}: {len(row.last)} states, {entry.tokens} tokens in the index")
+            damaged.append(
+                f"{entry.id}: {len(row.last)} states, {entry.tokens} tokens in the index"
+            )
         elif problem := state_problem(per_slot, row.token_ids):
             damaged.append(f"{entry.id}: {problem}")
         if entry.id in wanted and row.token_ids.tolist() != wanted[entry.id]:
@@ -189,7 +191,9 @@ def check_states(facts: StateFacts, floor: float, *, greedy: bool) -> list[Findi
 
 def _shard_findings(shard: ShardFacts, floor: float) -> list[Finding | None]:
     states = f"of {shard.tokens} tokens"
-    lonely = [name for name in shard.low if floor and shard.agree >= floor * shard.answer_tokens / 2]
+    lonely = [
+        name for name in shard.low if floor and shard.agree >= floor * shard.answer_tokens / 2
+    ]
     return [
         _named("states-not-finite", [str(shard.not_finite)] * bool(shard.not_finite),
                f"states {states} hold NaN or infinity", shard.shard),
