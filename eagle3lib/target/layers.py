@@ -1,8 +1,8 @@
 """Which of the target's layers a stored slot really is: measured, not believed.
 
 Each stored state is compared with every HF ``hidden_states[i]`` of the same row, with the pre-norm
-last state and with the normed one, by relative error |stored - state| / |state|. Neighbouring layers
-have cosines close to one, so the closest counts, not the first one that is close.
+last state and with the normed one, by relative error |stored - state| / |state|. Neighbouring
+layers have cosines close to one, so the closest counts, not the first one that is close.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def check_layers(matches: list[SlotMatch], num_layers: int) -> list[Finding]:
     if any(m.error > FAR for m in matches):
         titles.append("some states are none of the target's: another target, other rows, or damage")
     else:
-        titles += [_slots_title(slots, num_layers)] + [_last_title(last, num_layers)]
+        titles += [_slots_title(slots, num_layers), _last_title(last, num_layers)]
     return [
         Finding("state-layers", "error", title, evidence, _AGAIN, "states")
         for title in titles

@@ -1,8 +1,8 @@
 """Proof that captured states are what they are said to be, before anything is trained on them.
 
-``check_states`` reads every shard once: tokens, lengths, damage, doubles, and what the target's head
-makes of the states. ``check_layers`` runs the target on a few rows and says which of its layers each
-stored slot really is.
+``gather_facts`` reads every shard once: tokens, lengths, damage, doubles, and what the target's
+head makes of the states; ``check_states`` judges them. Which of the target's layers each stored
+slot really is, layers.py measures.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ after the first request. Only that copy is replaced.
 
 from __future__ import annotations
 
-import os
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ class CpuHiddenStatesConnector(ExampleHiddenStatesConnector):
         # Indexing copies, so the blocks may be used again before the file is written.
         states = extract_from_kv_cache(self._kv_cache, places, len(pending.token_ids))
         tensors = {"hidden_states": states.contiguous(), "token_ids": pending.token_ids.clone()}
-        os.makedirs(os.path.dirname(pending.filename), exist_ok=True)
+        Path(pending.filename).parent.mkdir(parents=True, exist_ok=True)
         lock = self._lock_fds.pop(pending.req_id, None)
         done: Any = _Done()
         future = self._executor.submit(self._write_tensors, tensors, done, pending.filename, lock)

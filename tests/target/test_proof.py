@@ -85,7 +85,7 @@ def test_missing_and_unknown_rows(folder, tiny_rows, tiny_target):
 
 @pytest.fixture
 def twins(tiny_target, tiny_rows, tmp_path):
-    """(store, rows): two conversations of equal length, so that a swap leaves every length right."""
+    """(store, rows): two conversations of equal length: a swap leaves all lengths right."""
     one = tiny_rows[4]
     other = next(r for r in tiny_rows if r.id != one.id and len(r.answer_token_ids) > 12)
     cut = min(len(one.answer_token_ids), len(other.answer_token_ids))
