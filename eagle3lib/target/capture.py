@@ -271,9 +271,10 @@ def _capture_shard(
     states = source.states(ids)
     entries, start = [], 0
     for row, row_ids, made in zip(part, ids, states, strict=True):
-        problem = state_problem(made, torch.tensor(row_ids))
         if len(made) != len(row_ids):
             problem = f"{len(made)} states for {len(row_ids)} tokens"
+        else:
+            problem = state_problem(made, torch.tensor(row_ids))
         if problem:
             raise UserError(
                 f"conversation {row.id}: {problem}",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import shutil
 import tempfile
 import urllib.error
@@ -84,6 +85,8 @@ class FromVllm:
     _states: Path | None = field(default=None, init=False)
 
     def __enter__(self) -> FromVllm:
+        on_gpu = torch.accelerator.is_available()
+        check_cpu_mla(self.target, self.dtype, on_gpu=on_gpu)
         self.work.mkdir(parents=True, exist_ok=True)
         self._states = Path(tempfile.mkdtemp(prefix=".from-engine-", dir=self.work))
         config = engine_config(
@@ -92,7 +95,7 @@ class FromVllm:
             self._states,
             dtype=self.dtype,
             max_model_len=self.max_model_len,
-            on_gpu=torch.accelerator.is_available(),
+            on_gpu=on_gpu,
             extra_flags=self.extra_flags,
         )
         self._server = VllmServer(config, log=self.work / "vllm.log", say=self.say)
@@ -137,6 +140,19 @@ class FromVllm:
                 "source=transformers",
             )
         return read_states(Path(named), row, len(self.layer_ids))
+
+
+def check_cpu_mla(target: Target, dtype: str, *, on_gpu: bool) -> None:
+    """Raise ``UserError`` for what kills vLLM 0.32 on a CPU after minutes of loading: its kernel
+    for latent attention packs weights of 16 bits or fewer."""
+    switched_off = os.environ.get("VLLM_MLA_DISABLE", "0") == "1"
+    if "kv_lora_rank" in target.config and dtype == "float32" and not (on_gpu or switched_off):
+        raise UserError(
+            "vLLM on a CPU has no latent attention (MLA) in float32",
+            expected="dtype=bfloat16, or latent attention written out",
+            where=target.folder / "config.json",
+            next="set dtype to bfloat16, or export VLLM_MLA_DISABLE=1",
+        )
 
 
 def read_states(path: Path, row: list[int], layers: int) -> Tensor:

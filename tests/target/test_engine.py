@@ -1,7 +1,5 @@
 """Capture through the real vLLM: the states are transformers' own."""
 
-import shutil
-
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -10,7 +8,7 @@ from transformers import AutoTokenizer
 
 from eagle3lib.lab.errors import UserError
 from eagle3lib.target.capture import InProcess
-from eagle3lib.target.engine import FromVllm, read_states
+from eagle3lib.target.engine import FromVllm, check_cpu_mla, read_states
 from eagle3lib.target.folder import open_target
 
 ROW = [1, 17, 230, 4, 99]
@@ -96,12 +94,21 @@ def test_vllm_states_of_smollm2_are_transformers(tmp_path):
     assert torch.cat(near).min() > 0.999
 
 
+def test_float32_mla_on_a_cpu_is_refused_before_loading(tmp_path, monkeypatch):
+    monkeypatch.delenv("VLLM_MLA_DISABLE", raising=False)
+    target = open_target(str(save_target(tmp_path / "target", "deepseek_v3")))
+    with pytest.raises(UserError, match="VLLM_MLA_DISABLE=1"):
+        check_cpu_mla(target, "float32", on_gpu=False)
+    check_cpu_mla(target, "bfloat16", on_gpu=False)
+    check_cpu_mla(target, "float32", on_gpu=True)
+
+
 @pytest.mark.engine
-def test_vllm_states_of_a_tiny_mla_target_are_transformers(tmp_path):
-    folder = save_target(tmp_path / "target", "deepseek_v3")
-    target = open_target(str(folder))
+def test_vllm_states_of_a_tiny_mla_target_are_transformers(tmp_path, monkeypatch):
+    """In fp32: a random router, in bf16, sends tokens to other experts than transformers does."""
+    monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
+    target = open_target(str(save_target(tmp_path / "target", "deepseek_v3")))
     rows = rows_of(290, (7, 40, 3, 90))
     found, expected = both(target, rows, (1, 3, 5), "float32", tmp_path / "work")
     for f, e in zip(found, expected, strict=True):
         assert cosines(f, e).min() > 0.99999
-    shutil.rmtree(folder)
