@@ -91,15 +91,23 @@ def tokens(
     thinking: Annotated[
         bool | None, typer.Option(help="the template's switch, its own default if left out")
     ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option(help="run the code that a tokenizer brings with it, Kimi's does")
+    ] = False,
 ) -> None:
     """Print a row with its trained tokens marked; a prompt that differs from the template first."""
-    from eagle3lib.data.template import load_chat_template
-    from eagle3lib.data.tokens_view import read_row, row_text, thinking_arguments, view_row
+    from eagle3lib.data.template import load_chat_template, thinking_arguments
+    from eagle3lib.data.tokens_view import read_row, row_text, view_row
     from eagle3lib.target.folder import open_target
 
     found = read_row(file, row)
     opened = open_target(target)
-    template = load_chat_template(opened.folder, opened.stop_ids(), thinking_arguments(thinking))
+    template = load_chat_template(
+        opened.folder,
+        opened.stop_ids(),
+        thinking_arguments(thinking),
+        trust_remote_code=trust_remote_code,
+    )
     views = view_row(found, template, f"row {row} of {file.name}")
     print("\n\n".join(row_text(v, template, colour=sys.stdout.isatty()) for v in views))
 

@@ -202,13 +202,16 @@ class GenerateParams(PhaseParams):
         "heldout_workload",
         "heldout_general",
     )
-    FILES: ClassVar[tuple[str, ...]] = ("workload", "general")
+    FILES: ClassVar[tuple[str, ...]] = ("workload", "general", "answers")
 
     workload: str = Field(
         "params/prompts/python_tasks.jsonl", description="prompts that the drafter is to be good at"
     )
     general: str = Field(
         "params/prompts/general.jsonl", description="prompts of another kind, reported beside it"
+    )
+    answers: str = Field(
+        "", description="conversations answered by others to train on, empty asks the target"
     )
     prompt_format: PromptFormat = Field(
         "auto", description="auto, messages, conversations, prompt, instruction or text"
@@ -242,6 +245,9 @@ class GenerateParams(PhaseParams):
     timeout_s: float = Field(600.0, gt=0, description="longest wait for one answer, in seconds")
     dtype: Dtype = Field("bfloat16", description="bfloat16 or float32, as served")
     max_model_len: int = Field(1024, ge=16, description="longest conversation served, in tokens")
+    trust_remote_code: bool = Field(
+        False, description="run the code that a tokenizer brings with it, Kimi's does"
+    )
     max_reject_share: float = Field(
         0.2, ge=0, le=1, description="stop when a larger share of the rows was rejected"
     )
