@@ -13,15 +13,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from eagle3lib.data.rows import AnswerRow
 from eagle3lib.lab.errors import UserError
-from eagle3lib.lab.files import read_json, write_atomic, write_json
 from eagle3lib.target.folder import Target
 from eagle3lib.target.model import TargetHead, load_target, record_states
-from eagle3lib.target.states import StateEntry, state_problem, write_index
+from eagle3lib.target.states import (
+    StateEntry,
+    StateRow,
+    captured_row,
+    entry_of,
+    finished_shard,
+    state_problem,
+    write_index,
+    write_shard,
+)
+from eagle3lib.target.storage import check_format
 
 
 @dataclass(frozen=True)
@@ -72,12 +80,15 @@ def capture(
     dtype: str,
     batch_tokens: int,
     shard_rows: int,
+    state_format: str = "full",
     on_tokens: Callable[[int], None] = lambda n: None,
 ) -> CaptureResult:
     """Capture every row's states into ``folder``; finished shards of an interrupted run are kept.
 
-    Raises ``UserError`` when a row's states are not finite, all zero, or stuck.
+    Raises ``UserError`` when a row's states are not finite, all zero, or stuck, and for a format
+    that can't hold them.
     """
+    check_format(state_format, target.hidden_size)
     folder.mkdir(parents=True, exist_ok=True)
     started, padded, tokens = time.perf_counter(), 0, 0
     model: Any = None
@@ -86,15 +97,23 @@ def capture(
     for number, start in enumerate(range(0, len(by_length), shard_rows)):
         part = by_length[start : start + shard_rows]
         name = f"shard-{number:05d}"
-        done = _finished_shard(folder, name, part)
+        done = finished_shard(folder, name, [entry_of(row) for row in part], state_format)
         if done is None:
             model = model or load_target(target, dtype)
-            done, cells = _capture_shard(model, part, folder, name, slots, batch_tokens)
+            states, cells = _forward_rows(model, part, folder, slots, batch_tokens)
+            done = write_shard(folder, name, states, state_format)
             padded += cells
             tokens += sum(_length(r) for r in part)
         entries += done
         on_tokens(sum(_length(r) for r in part))
-    write_index(folder, entries, slots=slots, dtype=dtype, fingerprint=target.fingerprint)
+    write_index(
+        folder,
+        entries,
+        slots=slots,
+        dtype=dtype,
+        fingerprint=target.fingerprint,
+        state_format=state_format,
+    )
     seconds = time.perf_counter() - started
     waste = 1 - tokens / padded if padded else 0.0
     return CaptureResult(len(rows), sum(e.tokens for e in entries), waste, tokens, seconds)
@@ -104,61 +123,27 @@ def _length(row: AnswerRow) -> int:
     return len(row.prompt_token_ids) + len(row.answer_token_ids)
 
 
-def _finished_shard(folder: Path, name: str, part: list[AnswerRow]) -> list[StateEntry] | None:
-    """The entries of a shard that an earlier, interrupted run completed for these very rows."""
-    side = folder / f"{name}.json"
-    if not side.exists() or not (folder / f"{name}.safetensors").exists():
-        return None
-    entries = [StateEntry(**entry) for entry in read_json(side)]
-    same = [(e.id, e.tokens) for e in entries] == [(r.id, _length(r)) for r in part]
-    return entries if same else None
-
-
-def _capture_shard(
-    model: Any,
-    part: list[AnswerRow],
-    folder: Path,
-    name: str,
-    slots: tuple[int, ...],
-    batch_tokens: int,
-) -> tuple[list[StateEntry], int]:
+def _forward_rows(
+    model: Any, part: list[AnswerRow], folder: Path, slots: tuple[int, ...], batch_tokens: int
+) -> tuple[list[StateRow], int]:
+    """The rows' checked states in their order, and the tokens computed, padding included."""
     ids = [row.prompt_token_ids + row.answer_token_ids for row in part]
-    states: dict[int, Tensor] = {}
+    made: dict[int, StateRow] = {}
     cells = 0
     for batch in length_batches([len(row) for row in ids], batch_tokens):
         cells += len(batch) * max(len(ids[i]) for i in batch)
-        made = forward_states(model, [ids[i] for i in batch], slots)
-        states |= dict(zip(batch, made, strict=True))
-    entries, start = [], 0
-    for i, row in enumerate(part):
-        problem = state_problem(states[i], torch.tensor(ids[i]))
-        if problem:
-            raise UserError(
-                f"conversation {row.id}: {problem}",
-                where=folder,
-                expected="finite, distinct hidden states",
-                next="capture with dtype=float32; if that fails too, check the weights",
-            )
-        entries.append(
-            StateEntry(
-                id=row.id,
-                set=row.set,
-                split=row.split if row.trained or row.split == "heldout" else "left",
-                shard=f"{name}.safetensors",
-                start=start,
-                tokens=len(ids[i]),
-                prompt_tokens=len(row.prompt_token_ids),
-                mean_square=round(float(states[i].float().square().mean()), 6),
-            )
-        )
-        start += len(ids[i])
-    tensors = {
-        "hidden_states": torch.cat([states[i] for i in range(len(part))]),
-        "token_ids": torch.tensor([t for row in ids for t in row], dtype=torch.int64),
-    }
-    write_atomic(folder / f"{name}.safetensors", lambda tmp: save_file(tensors, tmp))
-    write_json(folder / f"{name}.json", [entry.__dict__ for entry in entries])
-    return entries, cells
+        states = forward_states(model, [ids[i] for i in batch], slots)
+        for i, own in zip(batch, states, strict=True):
+            problem = state_problem(own, torch.tensor(ids[i]))
+            if problem:
+                raise UserError(
+                    f"conversation {part[i].id}: {problem}",
+                    where=folder,
+                    expected="finite, distinct hidden states",
+                    next="capture with dtype=float32; if that fails too, check the weights",
+                )
+            made[i] = captured_row(entry_of(part[i]), ids[i], own)
+    return [made[i] for i in range(len(part))], cells
 
 
 def teacher_agreement(
