@@ -237,15 +237,8 @@ def write_shard(
             | encode(slots, state_format, "hidden_states")
             | encode(taught, state_format, "last")
         )
-        entries.append(
-            replace(
-                row.entry,
-                shard=f"{name}.safetensors",
-                start=start,
-                last_start=last_start,
-                mean_square=mean_square(row),
-            )  # fmt: skip
-        )
+        where = {"shard": f"{name}.safetensors", "start": start, "last_start": last_start}
+        entries.append(replace(row.entry, **where, mean_square=mean_square(row)))
         start, last_start = start + len(row.token_ids), last_start + len(taught)
     tensors = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
     path = folder / f"{name}.safetensors"

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Int64
@@ -33,13 +33,9 @@ from eagle3lib.target.states import StateEntry, StateRow, captured_row, entry_of
 _WINDOW_BATCHES = 8
 
 
+@runtime_checkable
 class States(Protocol):
-    """What ``StateStore`` and ``LiveStates`` share."""
-
-    slots: tuple[int, ...]
-    dtype: str
-    target_fingerprint: str
-    entries: list[StateEntry]
+    """``StateStore`` or ``LiveStates``."""
 
     def rows(
         self, entries: Iterable[StateEntry], device: torch.device | str = "cpu"
