@@ -17,18 +17,25 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from eagle3lib.data.rows import AnswerRow
 from eagle3lib.lab.errors import UserError
-from eagle3lib.lab.files import read_json, write_atomic, write_json
+from eagle3lib.lab.files import read_json, write_json
 from eagle3lib.target.folder import Target
 from eagle3lib.target.model import DTYPES, TargetHead, decoder_of, load_target, record_states
 from eagle3lib.target.packing import can_pack, packed
-from eagle3lib.target.states import StateEntry, state_problem, write_index
-from eagle3lib.target.weights import file_problem
+from eagle3lib.target.states import (
+    StateEntry,
+    captured_row,
+    entry_of,
+    finished_shard,
+    state_problem,
+    write_index,
+    write_shard,
+)
+from eagle3lib.target.storage import check_format
+from eagle3lib.target.storage_bytes import bytes_per_token
 
 MADE_OF = "capture.json"  # what the shards of a folder were made of; a resumed capture compares
 _SPARE_BYTES = 256 * 2**20  # left free on the disk
@@ -143,6 +150,7 @@ def capture(
     dtype: str,
     batch_tokens: int,
     shard_rows: int,
+    state_format: str = "full",
     on_tokens: Callable[[int], None] = lambda n: None,
     source: StateSource | None = None,
 ) -> CaptureResult:
@@ -150,29 +158,42 @@ def capture(
 
     ``source`` is ``InProcess`` on the CPU unless one is given. Raises ``UserError`` when a row's
     states are not finite, all zero, or stuck, when the disk is too small, when a prompt holds
-    images, and when the folder's shards were made of another target, dtype or slots.
+    images, when the format can't hold the states, and when the folder's shards were made of another
+    target, dtype or slots.
     """
+    check_format(state_format, target.hidden_size)
     check_text_only(target, rows)
     _bind(folder, {"target": target.fingerprint, "slots": list(slots), "dtype": dtype})
     source = source or InProcess(target, slots, dtype, batch_tokens)
     started, tokens = time.perf_counter(), 0
     entries: list[StateEntry] = []
     parts = shard_parts(rows, shard_rows)
-    found = {name: _finished_shard(folder, name, part) for name, part in parts.items()}
+    found = {
+        name: finished_shard(folder, name, [entry_of(row) for row in part], state_format)
+        for name, part in parts.items()
+    }
     missing = sum(_length(r) for name in parts if not found[name] for r in parts[name])
-    check_disk(folder, missing * bytes_per_token(target, slots, dtype))
+    numbers = {"slots": len(slots), "number_bytes": DTYPES[dtype].itemsize}
+    check_disk(folder, missing * bytes_per_token(target.hidden_size, state_format, **numbers))
     with contextlib.ExitStack() as opened:
         for name, part in parts.items():
             done = found[name]
             if done is None:
                 if not tokens:
                     opened.enter_context(source)
-                done = _capture_shard(source, part, folder, name)
+                done = _capture_shard(source, part, folder, name, state_format)
                 tokens += sum(_length(r) for r in part)
             entries += done
             on_tokens(sum(_length(r) for r in part))
     _drop_other_shards(folder, set(parts))
-    write_index(folder, entries, slots=slots, dtype=dtype, fingerprint=target.fingerprint)
+    write_index(
+        folder,
+        entries,
+        slots=slots,
+        dtype=dtype,
+        fingerprint=target.fingerprint,
+        state_format=state_format,
+    )
     seconds = time.perf_counter() - started
     waste = 1 - tokens / source.cells if source.cells else 0.0
     return CaptureResult(len(rows), sum(e.tokens for e in entries), waste, tokens, seconds)
@@ -183,10 +204,6 @@ def shard_parts(rows: list[AnswerRow], shard_rows: int) -> dict[str, list[Answer
     ordered = sorted(rows, key=lambda r: (_length(r), r.id))
     starts = range(0, len(ordered), shard_rows)
     return {f"shard-{i:05d}": ordered[s : s + shard_rows] for i, s in enumerate(starts)}
-
-
-def bytes_per_token(target: Target, slots: tuple[int, ...], dtype: str) -> int:
-    return (len(slots) + 1) * target.hidden_size * DTYPES[dtype].itemsize
 
 
 def check_text_only(target: Target, rows: list[AnswerRow]) -> None:
@@ -204,7 +221,7 @@ def check_text_only(target: Target, rows: list[AnswerRow]) -> None:
         )
 
 
-def check_disk(folder: Path, needed_bytes: int) -> None:
+def check_disk(folder: Path, needed_bytes: float) -> None:
     """Raise ``UserError`` when ``needed_bytes`` of new states don't fit beside a small reserve."""
     stat = os.statvfs(folder)
     free = stat.f_bavail * stat.f_frsize
@@ -247,30 +264,12 @@ def _length(row: AnswerRow) -> int:
     return len(row.prompt_token_ids) + len(row.answer_token_ids)
 
 
-def _ids(part: list[AnswerRow]) -> list[list[int]]:
-    return [row.prompt_token_ids + row.answer_token_ids for row in part]
-
-
-def _finished_shard(folder: Path, name: str, part: list[AnswerRow]) -> list[StateEntry] | None:
-    """The entries of a shard that an earlier run completed for these very rows and tokens."""
-    side, shard = folder / f"{name}.json", folder / f"{name}.safetensors"
-    if not side.exists() or not shard.exists() or file_problem(shard):
-        return None
-    entries = [StateEntry(**entry) for entry in read_json(side)]
-    if [(e.id, e.tokens) for e in entries] != [(r.id, _length(r)) for r in part]:
-        return None
-    with safe_open(shard, framework="pt") as file:
-        there = file.get_tensor("token_ids").tolist()
-    return entries if there == [t for row in _ids(part) for t in row] else None
-
-
 def _capture_shard(
-    source: StateSource, part: list[AnswerRow], folder: Path, name: str
+    source: StateSource, part: list[AnswerRow], folder: Path, name: str, state_format: str
 ) -> list[StateEntry]:
-    ids = _ids(part)
-    states = source.states(ids)
-    entries, start = [], 0
-    for row, row_ids, made in zip(part, ids, states, strict=True):
+    ids = [row.prompt_token_ids + row.answer_token_ids for row in part]
+    captured = []
+    for row, row_ids, made in zip(part, ids, source.states(ids), strict=True):
         if len(made) != len(row_ids):
             problem = f"{len(made)} states for {len(row_ids)} tokens"
         else:
@@ -282,29 +281,9 @@ def _capture_shard(
                 expected="finite, distinct hidden states, one for each token",
                 next="capture with dtype=float32; if that fails too, check the weights",
             )
-        entries.append(_entry(row, made, f"{name}.safetensors", start))
-        start += len(row_ids)
-    tensors = {
-        "hidden_states": torch.cat(states),
-        "token_ids": torch.tensor([t for row in ids for t in row], dtype=torch.int64),
-    }
+        captured.append(captured_row(entry_of(row), row_ids, made))
     with _disk_full_is_told(folder):
-        write_atomic(folder / f"{name}.safetensors", lambda tmp: save_file(tensors, tmp))
-        write_json(folder / f"{name}.json", [entry.__dict__ for entry in entries])
-    return entries
-
-
-def _entry(row: AnswerRow, states: Tensor, shard: str, start: int) -> StateEntry:
-    return StateEntry(
-        id=row.id,
-        set=row.set,
-        split=row.split if row.trained or row.split == "heldout" else "left",
-        shard=shard,
-        start=start,
-        tokens=len(states),
-        prompt_tokens=len(row.prompt_token_ids),
-        mean_square=round(float(states.float().square().mean()), 6),
-    )
+        return write_shard(folder, name, captured, state_format)
 
 
 @contextlib.contextmanager

@@ -66,8 +66,7 @@ def match_slots(store: StateStore, model: Any, entries: list[StateEntry]) -> lis
         width = there.shape[2]
         stored = [*row.slots.float().split(width, 1), row.last.float()]
         for i, state in enumerate(stored):
-            # Only these are kept of ``last`` in every format.
-            start = row.entry.prompt_tokens - 1 if names[i] == "last" else 0
+            start = row.entry.first_taught if names[i] == "last" else 0
             mine, theirs = state[start:], there[:, start:]
             distance[i] += (theirs - mine).square().sum((1, 2))
             power[i] += theirs.square().sum((1, 2))

@@ -47,6 +47,7 @@ def capture_answers(
             dtype=cfg.dtype,
             batch_tokens=cfg.batch_tokens,
             shard_rows=cfg.shard_rows,
+            state_format=cfg.state_format,
             on_tokens=bar.update,
             source=_source(phase, cfg, target, slots, max(lengths, default=1)),
         )

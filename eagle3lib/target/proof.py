@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from eagle3lib.data.rows import AnswerRow
+from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.finding import Finding
 from eagle3lib.target.capture import teacher_agreement
 from eagle3lib.target.model import TargetHead
@@ -34,7 +35,7 @@ class ShardFacts:
     tokens: int
     not_finite: int  # states (of one position in one slot) with NaN or infinity
     zero: int  # states that are zero throughout
-    damaged: list[str]  # "id: what is wrong"
+    damaged: list[str]  # "id: what is wrong", those that can't be read among them
     wrong_tokens: list[str]  # ids whose tokens are not those of the answer
     std: float  # over all finite values of the slots
     agree: int  # answer tokens that the states' own greedy choice equals
@@ -73,8 +74,15 @@ def gather_facts(
     first: dict[str, tuple[str, str]] = {}  # hash of states -> id, hash of tokens
     doubles: list[tuple[str, str]] = []
 
-    def watched(entries: list[StateEntry]) -> Iterable[StateRow]:
-        for row in store.rows(entries):
+    unreadable: dict[str, list[str]] = {}
+
+    def watched(shard: str, entries: list[StateEntry]) -> Iterable[StateRow]:
+        for entry in entries:
+            try:
+                row = store.row(entry)
+            except UserError as error:
+                unreadable.setdefault(shard, []).append(f"{entry.id}: {error.found}")
+                continue
             states, tokens = _digest(row.slots), _digest(row.token_ids)
             before = first.setdefault(states, (row.entry.id, tokens))
             if before[1] != tokens:
@@ -82,9 +90,11 @@ def gather_facts(
             yield row
 
     shards = [
-        _shard_facts(name, watched(entries), wanted, head, floor)
+        _shard_facts(name, watched(name, entries), wanted, head, floor)
         for name, entries in sorted(by_shard.items())
     ]
+    for shard in shards:
+        shard.damaged.extend(unreadable.get(shard.shard, []))
     low = {name for shard in shards for name in shard.low}
     return StateFacts(
         shards=shards,
@@ -112,7 +122,7 @@ def _shard_facts(
     for row in rows:
         entry = row.entry
         # Only the last states from the end of the prompt on are ever read.
-        read_last = row.last[entry.prompt_tokens - 1 :].float()
+        read_last = row.last[entry.first_taught :].float()
         per_slot = row.slots.unflatten(1, (-1, row.last.shape[1])).float()  # [T, S, H]
         for states in (per_slot, read_last[:, None]):
             count["not_finite"] += int((~torch.isfinite(states)).any(-1).sum())

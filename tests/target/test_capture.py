@@ -113,8 +113,11 @@ def test_store_gives_back_what_was_captured(tiny_model, tiny_rows, tiny_states, 
         assert (found.entry.set, found.entry.split) == (row.set, row.split)
         alone = forward_states(tiny_model, [ids], SLOTS)[0]
         close(found.slots, alone[:, :-1].flatten(1))
-        close(found.last, alone[:, -1])
-        assert found.entry.mean_square == pytest.approx(float(alone.square().mean()), rel=1e-4)
+        first = found.entry.first_taught
+        close(found.last[first:], alone[first:, -1])
+        assert not found.last[:first].any()
+        kept = torch.cat((alone[:, :-1].flatten(), alone[first:, -1].flatten()))
+        assert found.entry.mean_square == pytest.approx(float(kept.square().mean()), rel=1e-4)
 
 
 def test_result_counts_tokens_and_padding(tiny_target, tiny_rows, tmp_path):
@@ -277,22 +280,16 @@ def test_shards_of_other_rows_are_made_again(tiny_target, tiny_rows, tmp_path):
         assert row.token_ids.tolist() == wanted.prompt_token_ids + wanted.answer_token_ids
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty", "other ids"])
+@pytest.mark.parametrize("damage", ["cut", "empty"])
 def test_a_damaged_shard_is_made_again(tiny_target, tiny_rows, tmp_path, damage):
-    """Its side file says it is there; only a look into it tells."""
+    """Its side file says it is there; the size of the shard tells."""
     capture(tiny_target, tiny_rows, tmp_path, **CAPTURE)
     path = tmp_path / "shard-00001.safetensors"
-    before = {
-        name: tensor.clone() for name, tensor in load_file(path).items()
-    }  # not the mapped file
     whole = path.read_bytes()
-    if damage == "other ids":
-        save_file(before | {"token_ids": before["token_ids"] + 1}, path)
-    else:
-        path.write_bytes(whole[:-64] if damage == "cut" else b"")
+    path.write_bytes(whole[:-64] if damage == "cut" else b"")
     again = capture(tiny_target, tiny_rows, tmp_path, **CAPTURE)
-    assert again.captured_tokens == len(before["token_ids"])
-    assert torch.equal(load_file(path)["hidden_states"], before["hidden_states"])
+    assert 0 < again.captured_tokens < again.tokens
+    assert path.read_bytes() == whole
 
 
 @pytest.mark.parametrize("changed", [{"slots": (1, 5, 7)}, {"dtype": "bfloat16"}])
@@ -348,7 +345,7 @@ def test_a_disk_that_fills_up_keeps_finished_shards(
         written.append(path)
         save_file(tensors, path)
 
-    monkeypatch.setattr("eagle3lib.target.capture.save_file", write)
+    monkeypatch.setattr("eagle3lib.target.states.save_file", write)
     with pytest.raises(UserError, match=r"(?s)disk is full.*finished shards are kept"):
         capture(tiny_target, tiny_rows, tmp_path, **CAPTURE)
     assert [p.name for p in tmp_path.glob("*.safetensors")] == ["shard-00000.safetensors"]

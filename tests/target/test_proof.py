@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from eagle3lib.target.capture import capture
+from eagle3lib.target.capture import InProcess, capture
 from eagle3lib.target.layers import check_layers, match_slots
 from eagle3lib.target.model import TargetHead
 from eagle3lib.target.proof import check_states, gather_facts
@@ -24,15 +24,14 @@ def folder(tiny_states, tmp_path):
 
 
 def spoil(folder, change, shard="shard-00001"):
-    """Change the states [N, S + 1, H] and ids [N] of a shard in place."""
+    """Change in place the slots [N, S, H], last states [A, H] and ids [N] of a shard."""
     path = folder / f"{shard}.safetensors"
-    tensors = load_file(path)
-    change(tensors["hidden_states"], tensors["token_ids"])
+    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    change(tensors["hidden_states"], tensors["last"], tensors["token_ids"])
     save_file(tensors, path)
 
 
-def entries_of(folder, shard="shard-00001"):
-    return [e for e in StateStore(folder).entries if e.shard.startswith(shard)]
+SHARDS = ("shard-00000", "shard-00001", "shard-00002")
 
 
 def findings(folder, rows, target, *, greedy=True):
@@ -47,10 +46,11 @@ def test_a_healthy_store_has_no_findings(tiny_states, tiny_rows, tiny_target):
 @pytest.mark.parametrize(
     ("change", "codes"),
     [
-        (lambda h, _: h[7, 1].fill_(torch.nan), {"states-not-finite", "states-damaged"}),
-        (lambda h, _: h[7].zero_(), {"states-zero", "states-damaged"}),
-        (lambda h, _: h[8].copy_(h[7]), {"states-damaged"}),
-        (lambda _, ids: ids[3].add_(1), {"states-tokens"}),
+        (lambda h, *_: h[7, 1].fill_(torch.nan), {"states-not-finite", "states-damaged"}),
+        (lambda h, *_: h[7].zero_(), {"states-zero", "states-damaged"}),
+        (lambda h, *_: h[8].copy_(h[7]), {"states-damaged"}),
+        (lambda _, last, __: last[3].zero_(), {"states-zero"}),
+        (lambda *both: both[2][3].add_(1), {"states-damaged"}),  # not the ids of the index
     ],
 )
 def test_damage_is_named_with_its_shard(folder, tiny_rows, tiny_target, change, codes):
@@ -64,8 +64,8 @@ def test_damage_is_named_with_its_shard(folder, tiny_rows, tiny_target, change, 
 
 def test_flat_states(folder, tiny_rows, tiny_target):
     """vllm#46301: zeros from the wrong slots of the cache; validation looked fine."""
-    for name in ("shard-00000", "shard-00001", "shard-00002"):
-        spoil(folder, lambda h, _: h.fill_(1e-9), name)
+    for name in SHARDS:
+        spoil(folder, lambda *tensors: [t.fill_(1e-9) for t in tensors[:2]], name)
     found = findings(folder, tiny_rows, tiny_target)
     assert {"states-flat", "teacher-agreement"} <= set(found)
 
@@ -102,13 +102,22 @@ def twins(tiny_target, tiny_rows, tmp_path):
     return tmp_path, rows, [p.id for p in pair]
 
 
+def rows_of(a, b, *, last=False):
+    """Where two conversations' slots, or last states, lie in a shard; both as long as another."""
+    if not last:
+        return [slice(e.start, e.start + e.tokens) for e in (a, b)]
+    taught = min(e.tokens - e.first_taught for e in (a, b))
+    ends = [e.last_start + e.tokens - e.first_taught for e in (a, b)]
+    return [slice(end - taught, end) for end in ends]
+
+
 def test_swapped_states_are_named_as_a_pair(twins, tiny_target):
     folder, rows, ids = twins
     a, b = (e for e in StateStore(folder).entries if e.id in ids)
 
-    def swap(states, _):
-        one, other = slice(a.start, a.start + a.tokens), slice(b.start, b.start + b.tokens)
-        states[one], states[other] = states[other].clone(), states[one].clone()
+    def swap(slots, last, _):
+        for states, (one, other) in ((slots, rows_of(a, b)), (last, rows_of(a, b, last=True))):
+            states[one], states[other] = states[other].clone(), states[one].clone()
 
     spoil(folder, swap, "shard-00000")
     found = findings(folder, rows, tiny_target)
@@ -120,8 +129,9 @@ def test_the_same_states_twice(twins, tiny_target):
     folder, rows, ids = twins
     a, b = (e for e in StateStore(folder).entries if e.id in ids)
 
-    def copy(states, _):
-        states[b.start : b.start + b.tokens] = states[a.start : a.start + a.tokens].clone()
+    def copy(slots, last, _):
+        for states, (one, other) in ((slots, rows_of(a, b)), (last, rows_of(a, b, last=True))):
+            states[other] = states[one].clone()
 
     spoil(folder, copy, "shard-00000")
     found = findings(folder, rows, tiny_target)
@@ -136,8 +146,8 @@ def test_two_answers_to_one_prompt_may_be_equal(tiny_target, tiny_rows, tmp_path
 
 
 def test_sampled_answers_are_not_held_to_the_greedy_floor(folder, tiny_rows, tiny_target):
-    for name in ("shard-00000", "shard-00001", "shard-00002"):
-        spoil(folder, lambda h, _: h[:, -1].copy_(h[:, 0].clone()), name)
+    for name in SHARDS:
+        spoil(folder, lambda _, last, __: last.copy_(last.roll(1, 0)), name)
     assert set(findings(folder, tiny_rows, tiny_target)) == {"teacher-agreement"}
     assert findings(folder, tiny_rows, tiny_target, greedy=False) == {}
 
@@ -171,21 +181,26 @@ def test_layers_that_are_others_than_declared(folder, tiny_model, declared, titl
 def test_last_is_post_norm(folder, tiny_model):
     """speculators#313: 25 % acceptance instead of 40 %."""
     norm = tiny_model.model.norm
-    for name in ("shard-00000", "shard-00001", "shard-00002"):
-        spoil(folder, lambda h, _: h[:, -1].copy_(norm(h[:, -1].clone()).detach()), name)
+    for name in SHARDS:
+        spoil(folder, lambda _, last, __: last.copy_(norm(last).detach()), name)
     [found] = layer_findings(folder, tiny_model)
     assert found.title.startswith("last is post-norm")
 
 
-def test_last_is_a_middle_layer(folder, tiny_model):
-    for name in ("shard-00000", "shard-00001", "shard-00002"):
-        spoil(folder, lambda h, _: h[:, -1].copy_(h[:, 2].clone()), name)
-    [found] = layer_findings(folder, tiny_model)
+def test_last_is_a_middle_layer(tiny_target, tiny_model, tiny_rows, tmp_path):
+    class Wrong(InProcess):
+        def states(self, rows):
+            return [torch.cat((s[:, :3], s[:, 2:3]), dim=1) for s in super().states(rows)]
+
+    source = Wrong(tiny_target, (2, 5, 7), "float32", 64)
+    capture(tiny_target, tiny_rows, tmp_path, slots=(2, 5, 7), dtype="float32", batch_tokens=64,
+            shard_rows=20, source=source)  # fmt: skip
+    [found] = layer_findings(tmp_path, tiny_model)
     assert "last is HF hidden_states[7]" in found.title
 
 
 def test_states_of_another_target(folder, tiny_model):
-    for name in ("shard-00000", "shard-00001", "shard-00002"):
-        spoil(folder, lambda h, _: h.copy_(h.roll(3, 0)), name)
+    for name in SHARDS:
+        spoil(folder, lambda *tensors: [t.copy_(t.roll(3, 0)) for t in tensors[:2]], name)
     [found] = layer_findings(folder, tiny_model)
     assert "none of the target's" in found.title
