@@ -7,9 +7,12 @@ from tiny import save_target
 from transformers import AutoTokenizer
 
 from eagle3lib.lab.errors import UserError
-from eagle3lib.target.capture import InProcess
+from eagle3lib.target.capture import InProcess, capture
 from eagle3lib.target.engine import FromVllm, check_cpu_mla, read_states
 from eagle3lib.target.folder import open_target
+from eagle3lib.target.layers import check_layers, match_slots
+from eagle3lib.target.model import load_target
+from eagle3lib.target.states import StateStore
 
 ROW = [1, 17, 230, 4, 99]
 TEXT = (
@@ -63,6 +66,11 @@ def cosines(found, expected):
     return torch.cosine_similarity(found.float(), expected.float(), dim=-1)
 
 
+def per_slot(row):
+    """[T, S + 1, H] of a stored row."""
+    return torch.cat((row.slots.unflatten(1, (-1, row.last.shape[1])), row.last[:, None]), dim=1)
+
+
 def both(target, rows, slots, dtype, work, **engine):
     with InProcess(target, slots, dtype, 512) as here:
         expected = here.states(rows)
@@ -82,16 +90,29 @@ def rows_of(vocab, lengths, seed=0):
 
 
 @pytest.mark.engine
-def test_vllm_states_of_smollm2_are_transformers(tmp_path):
-    """bf16, many at once, a slot order of our own; chunked prefill cuts the longest row."""
+def test_vllm_states_of_smollm2_are_transformers(tmp_path, make_row):
+    """The same store from either source: bf16, many at once, a slot order of our own; chunked
+    prefill cuts the longest row."""
     target = open_target("smollm2-135m-instruct")
     encode = AutoTokenizer.from_pretrained(target.folder).encode
-    rows = [encode(TEXT[:n]) for n in (30, 700, 90, 10, 400, 250, 60, 5, 150, 300)]
-    flags = ("--max-num-batched-tokens", "64")
-    found, expected = both(target, rows, (15, 2, 27), "bfloat16", tmp_path, extra_flags=flags)
-    near = [cosines(f, e) for f, e in zip(found, expected, strict=True)]  # bf16, other kernels
-    assert torch.cat(near).mean() > 0.9998
-    assert torch.cat(near).min() > 0.999
+    ids = [encode(TEXT[:n]) for n in (30, 700, 90, 10, 400, 250, 60, 5, 150, 300)]
+    rows = [make_row(i, row[:1], row[1:]) for i, row in enumerate(ids)]
+    slots, flags = (15, 2, 27), ("--max-num-batched-tokens", "64")
+    here = InProcess(target, slots, "bfloat16", 512)
+    engine = FromVllm(target, slots, "bfloat16", tmp_path / "work", 256, extra_flags=flags)
+    stores = []
+    for name, source in (("here", here), ("engine", engine)):
+        capture(target, rows, tmp_path / name, slots=slots, dtype="bfloat16", batch_tokens=512,
+                shard_rows=6, source=source)  # fmt: skip
+        stores.append(StateStore(tmp_path / name))
+    assert not list((tmp_path / "work").glob(".from-engine-*")), "nothing is left on the way"
+    expected, found = ({r.entry.id: r for r in store.rows(store.entries)} for store in stores)
+    assert [found[row.id].token_ids.tolist() for row in rows] == ids
+    near = [cosines(per_slot(found[i]), per_slot(expected[i])) for i in found]
+    assert torch.cat(near).mean(0).min() > 0.9998
+    assert torch.cat(near).min() > 0.995  # one position in bf16, by other kernels
+    model = load_target(target, "bfloat16")
+    assert check_layers(match_slots(stores[1], model, stores[1].entries[4:8]), 30) == []
 
 
 def test_float32_mla_on_a_cpu_is_refused_before_loading(tmp_path, monkeypatch):
