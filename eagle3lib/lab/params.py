@@ -291,7 +291,7 @@ class CaptureParams(PhaseParams):
     batch_tokens: int = Field(2048, ge=1, description="tokens in one forward, padding included")
     shard_rows: int = Field(64, ge=1, description="conversations in one shard file")
     state_format: Literal["full", "fp8", "compact"] = Field(
-        "full", description="full (as dtype), fp8, or compact (4-bit slots, 8-bit last state)"
+        "full", description="full (as dtype), fp8, or compact (6-bit slots, 8-bit last state)"
     )
     min_teacher_agreement: float = Field(
         0.9, ge=0, le=1, description="least share of greedy answer tokens that the states must give"

@@ -3,7 +3,8 @@
     full     the number itself
     fp8      e4m3(x / s) * s, s = amax / 448 of the state at that token, fp32
     compact  round(x / s) * s, s = bf16(amax / m) of each group of 32 numbers along H,
-             m = 2^(bits - 1) - 1; 4 bits for slots (two in a byte, low half first), 8 for ``last``
+             m = 2^(bits - 1) - 1; 6 bits for slots, 8 for ``last``, stored with 2^(bits - 1)
+             added, so many in so few bytes as come out even, the first in the lowest bits
 
 Products are made in fp32 and rounded once, to the dtype of the capture. Bounds of the error (before
 that rounding), tested: fp8 ``max(|x| / 16, amax / 2^18)``; compact ``s / 2``.
@@ -14,10 +15,11 @@ holds numbers a thousand times its median). Integers have no exponent, hence the
 
 from __future__ import annotations
 
+import math
 from typing import Literal, get_args
 
 import torch
-from jaxtyping import Float, Int8, UInt8
+from jaxtyping import Float, Int32, UInt8
 from torch import Tensor
 
 from eagle3lib.lab.errors import UserError
@@ -61,9 +63,8 @@ def encode(states: Float[Tensor, "*n H"], state_format: str, part: Part) -> dict
     most = 2 ** (_BITS[part] - 1) - 1
     groups = wide.unflatten(-1, (-1, GROUP))
     scale = (groups.abs().amax(-1).clamp_min(_LEAST_AMAX) / most).to(torch.bfloat16)
-    whole = (groups / scale[..., None].float()).round().clamp(-most, most).to(torch.int8)
-    codes = whole.flatten(-2)
-    return {part: _two_in_a_byte(codes) if _BITS[part] == 4 else codes, part + SCALE: scale}
+    whole = (groups / scale[..., None].float()).round().clamp(-most, most).to(torch.int32)
+    return {part: _packed(whole.flatten(-2), _BITS[part]), part + SCALE: scale}
 
 
 def decode(
@@ -76,14 +77,30 @@ def decode(
     scale = stored[part + SCALE].float()[..., None]
     if state_format == "fp8":
         return (codes.float() * scale).to(dtype)
-    whole = _halves(codes) if _BITS[part] == 4 else codes
+    whole = _unpacked(codes, _BITS[part])
     return (whole.unflatten(-1, (-1, GROUP)).float() * scale).flatten(-2).to(dtype)
 
 
-def _two_in_a_byte(whole: Int8[Tensor, "*n H"]) -> UInt8[Tensor, "*n H2"]:
-    low, high = ((whole + 8).to(torch.uint8)[..., i::2] for i in (0, 1))
-    return low | (high << 4)
+def _word(bits: int) -> tuple[int, int]:
+    """(numbers, bytes) of the shortest run that fills whole bytes: 2 in 1, 4 in 3, 1 in 1."""
+    numbers = math.lcm(bits, 8) // bits
+    return numbers, numbers * bits // 8
 
 
-def _halves(codes: UInt8[Tensor, "*n H2"]) -> Int8[Tensor, "*n H"]:
-    return (torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2).to(torch.int8)) - 8
+def _packed(whole: Int32[Tensor, "*n H"], bits: int) -> UInt8[Tensor, "*n B"]:
+    numbers, size = _word(bits)
+    fields = (whole + 2 ** (bits - 1)).unflatten(-1, (-1, numbers))
+    word = fields[..., 0]
+    for i in range(1, numbers):
+        word = word | fields[..., i] << (bits * i)
+    return torch.stack([word >> 8 * j & 255 for j in range(size)], -1).flatten(-2).to(torch.uint8)
+
+
+def _unpacked(codes: UInt8[Tensor, "*n B"], bits: int) -> Int32[Tensor, "*n H"]:
+    numbers, size = _word(bits)
+    parts = codes.to(torch.int32).unflatten(-1, (-1, size))
+    word = parts[..., 0]
+    for j in range(1, size):
+        word = word | parts[..., j] << 8 * j
+    fields = torch.stack([word >> bits * i & 2**bits - 1 for i in range(numbers)], -1)
+    return fields.flatten(-2) - 2 ** (bits - 1)

@@ -2,7 +2,7 @@
 
     full     numbers of the capture's dtype
     fp8      e4m3, one fp32 scale a state and token
-    compact  integers in groups of 32 numbers that share a bf16 scale: 4 bits for the slots, 8 for
+    compact  integers in groups of 32 numbers that share a bf16 scale: 6 bits for the slots, 8 for
              the last state
 
 In every format the last state is stored only where it can teach (``states.first_taught``), so its
@@ -15,7 +15,7 @@ FORMATS = ("full", "fp8", "compact")
 FP8_SCALE_BYTES = 4
 # A slot is an input of the drafter, which learns to see through noise; the last state makes the
 # labels, so its error is an error of what is taught.
-SLOT_BITS, LAST_BITS = 4, 8
+SLOT_BITS, LAST_BITS = 6, 8
 GROUP, GROUP_SCALE_BYTES = 32, 2
 
 

@@ -19,7 +19,7 @@ from eagle3lib.target.states import (
     ids_hash,
     mean_square,
 )
-from eagle3lib.target.storage import decode, encode, tensor_names
+from eagle3lib.target.storage import _packed, _unpacked, decode, encode, tensor_names
 from eagle3lib.target.storage_bytes import (
     FORMATS,
     GROUP,
@@ -105,13 +105,25 @@ def test_rows_are_stored_apart(state_format):
     assert torch.equal(decode(some, state_format, "hidden_states", torch.float32), whole[2:5])
 
 
-def test_four_bits_hold_every_level():
-    """Both halves of a byte, each of the fifteen levels, in every pairing."""
-    pairs = torch.tensor(list(itertools.product(range(-7, 8), repeat=2)), dtype=torch.float32)
-    x = torch.full((len(pairs), GROUP), 7.0)  # the group's largest: the scale is then 1
-    x[:, 4:6] = pairs
-    found = decode(encode(x, "compact", "hidden_states"), "compact", "hidden_states", torch.float32)
-    assert torch.equal(found, x)
+@pytest.mark.parametrize("bits", [4, 6, 8])
+def test_packed_numbers_come_back_at_every_place(bits):
+    """Every level beside every other, at each place of a word; no bit is spent on nothing."""
+    most = 2 ** (bits - 1) - 1
+    levels = torch.arange(-most, most + 1, dtype=torch.int32)
+    pairs = torch.cartesian_prod(levels, levels).flatten()
+    for shift in range(4):
+        whole = pairs.roll(shift)[: len(pairs) // 4 * 4].view(-1, 4)
+        packed = _packed(whole, bits)
+        assert packed.numel() == whole.numel() * bits // 8
+        assert torch.equal(_unpacked(packed, bits), whole)
+
+
+def test_packed_bytes_are_as_documented():
+    """The file's contract: 2^(bits - 1) added, the first number in the lowest bits."""
+    whole = torch.tensor([[1, -31, 0, 31]], dtype=torch.int32)
+    word = 33 | 1 << 6 | 32 << 12 | 63 << 18
+    assert _packed(whole, 6).tolist() == [list(word.to_bytes(3, "little"))]
+    assert _packed(whole[:, :1], 8).tolist() == [[129]]
 
 
 @pytest.mark.parametrize("prompt_tokens", [0, 1, 2, 7])
