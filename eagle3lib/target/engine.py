@@ -88,7 +88,7 @@ class FromVllm:
         on_gpu = torch.accelerator.is_available()
         check_cpu_mla(self.target, self.dtype, on_gpu=on_gpu)
         self.work.mkdir(parents=True, exist_ok=True)
-        self._states = Path(tempfile.mkdtemp(prefix=".from-engine-", dir=self.work))
+        self._states = Path(tempfile.mkdtemp(prefix=".from-engine-", dir=self.work.resolve()))
         config = engine_config(
             self.target,
             self.layer_ids,

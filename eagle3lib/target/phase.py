@@ -59,7 +59,10 @@ def _source(
     if cfg.source == "vllm":
         work = phase.log_file("vllm").parent
         # One more than the longest row: the engine must answer a token to it.
-        return FromVllm(target, slots, cfg.dtype, work, longest + 1, say=phase.note)
+        flags = ("--trust-remote-code",) if cfg.trust_remote_code else ()
+        return FromVllm(
+            target, slots, cfg.dtype, work, longest + 1, extra_flags=flags, say=phase.note
+        )
     device = best_device(cfg.device)
     return InProcess(target, slots, cfg.dtype, cfg.batch_tokens, device, cfg.trust_remote_code)
 

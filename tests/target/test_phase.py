@@ -72,13 +72,14 @@ def test_source_vllm_opens_vllm(run, tiny_target, tiny_rows, monkeypatch):
     class Engine(InProcess):
         """Stands in for the server: what it is asked for is what counts."""
 
-        def __init__(self, target, slots, dtype, work, max_model_len, say):
+        def __init__(self, target, slots, dtype, work, max_model_len, extra_flags, say):
             longest = max(len(r.prompt_token_ids) + len(r.answer_token_ids) for r in tiny_rows)
             assert (work.name, max_model_len) == ("logs", longest + 1)
+            assert extra_flags == ("--trust-remote-code",)
             super().__init__(target, slots, dtype, 64)
 
     monkeypatch.setattr(phase_02, "FromVllm", Engine)
-    phase, cfg = run(source="vllm")
+    phase, cfg = run(source="vllm", trust_remote_code=True)
     result = phase_02.capture_answers(phase, cfg, tiny_target, (2, 5, 7))
     assert result.captured_tokens == result.tokens > 0
 
