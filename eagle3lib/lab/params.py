@@ -187,14 +187,24 @@ class GenerateParams(PhaseParams):
 
 class CaptureParams(PhaseParams):
     PHASE: ClassVar[str] = "02_capture_hidden_states"
-    FREE: ClassVar[tuple[str, ...]] = ("batch_tokens", "min_teacher_agreement")
+    FREE: ClassVar[tuple[str, ...]] = ("device", "batch_tokens", "min_teacher_agreement")
     UPSTREAM: ClassVar[tuple[str, ...]] = ("01_generate_data",)
 
     dtype: Dtype = Field(
         "bfloat16", description="bfloat16 or float32, of the target and the states"
     )
+    source: Literal["transformers", "vllm"] = Field(
+        "transformers", description="transformers in this process, or vllm, a server beside it"
+    )
+    device: str = Field("auto", description="auto, cpu, cuda or cuda:1, for source transformers")
+    trust_remote_code: bool = Field(
+        False, description="run the Python files of the target's folder; read them before"
+    )
     batch_tokens: int = Field(2048, ge=1, description="tokens in one forward, padding included")
     shard_rows: int = Field(64, ge=1, description="conversations in one shard file")
+    state_format: Literal["full", "fp8", "compact"] = Field(
+        "full", description="full (as dtype), fp8, or compact (6-bit slots, 8-bit last state)"
+    )
     min_teacher_agreement: float = Field(
         0.9, ge=0, le=1, description="least share of greedy answer tokens that the states must give"
     )
