@@ -26,7 +26,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from eagle3lib.engine.vllm import SERVED_NAME, EngineConfig, VllmServer
+from eagle3lib.engine.config import SERVED_NAME, EngineConfig
+from eagle3lib.engine.launch import EngineServer
 from eagle3lib.lab.errors import UserError
 from eagle3lib.target.folder import Target
 
@@ -81,7 +82,7 @@ class FromVllm:
     extra_flags: tuple[str, ...] = ()
     say: Callable[[str], None] = print
     cells: int = 0
-    _server: VllmServer | None = field(default=None, init=False)
+    _server: EngineServer | None = field(default=None, init=False)
     _states: Path | None = field(default=None, init=False)
 
     def __enter__(self) -> FromVllm:
@@ -98,7 +99,7 @@ class FromVllm:
             on_gpu=on_gpu,
             extra_flags=self.extra_flags,
         )
-        self._server = VllmServer(config, log=self.work / "vllm.log", say=self.say)
+        self._server = EngineServer(config, log=self.work / "vllm.log", say=self.say)
         try:
             self._server.start()
         except BaseException:
