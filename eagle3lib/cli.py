@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from eagle3lib import cli_drafter
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.notebooks import NotebookError, write_parameter_cells
 from eagle3lib.lab.params import PHASES
@@ -116,6 +117,10 @@ def notebooks(
         print(f"{name}: {'out of step, run: eagle3 notebooks' if check else 'written'}")
     if check and changed:
         raise typer.Exit(1)
+
+
+for _command in (cli_drafter.convert, cli_drafter.doctor):
+    app.command()(_command)
 
 
 def _run_name(profile_or_run: str) -> str:

@@ -52,7 +52,7 @@ def export_drafter(
     """Write the serving folder whole or not at all, with its model card."""
 
     def build(temporary: Path) -> None:
-        write_drafter(temporary, drafter, DTYPES[dtype])
+        write_drafter(temporary, drafter, DTYPES[dtype], target.config)
         write_text(temporary / "README.md", _model_card(drafter.config, target, trained_on))
 
     return replace_folder(folder, build)

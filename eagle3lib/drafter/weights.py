@@ -66,6 +66,11 @@ def read_weights(folder: Path) -> tuple[dict[str, Tensor], str]:
     return tensors, str(where)
 
 
+def stored_names(folder: Path) -> set[str]:
+    """Names as they stand in the files."""
+    return {name for file in weight_files(folder) for name in _load(file)}
+
+
 def _base_name(shard: Path) -> str:
     return _NAMES[0] if shard.suffix == ".safetensors" else _NAMES[1]
 
