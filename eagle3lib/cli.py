@@ -119,7 +119,7 @@ def notebooks(
         raise typer.Exit(1)
 
 
-for _command in (cli_drafter.convert, cli_drafter.doctor):
+for _command in (cli_drafter.convert, cli_drafter.doctor, cli_drafter.card):
     app.command()(_command)
 
 

@@ -1,4 +1,4 @@
-"""``eagle3 convert`` and ``doctor``: anybody's drafter folder, rewritten and examined."""
+"""``eagle3 convert``, ``doctor``, ``card``: a drafter's folder rewritten, examined, described."""
 
 from __future__ import annotations
 
@@ -82,6 +82,13 @@ def doctor(
     print(json.dumps(found.as_dict(), indent=1, ensure_ascii=False) if as_json else _shown(found))
     if found.failed:
         raise typer.Exit(1)
+
+
+def card(run: Annotated[str, typer.Argument(help="name of a run")]) -> None:
+    """Write the model card of a run's drafter again, with what its benchmark measured."""
+    from eagle3lib.drafter.card import rewrite_card
+
+    print(rewrite_card(run))
 
 
 def _shown(found: Diagnosis) -> str:

@@ -1,10 +1,11 @@
 """Run by an engine's own Python: what its code reads in a drafter's folder. No library of the lab.
 
-    python ask_reader.py vllm|sglang DRAFTER TARGET
+    python ask_reader.py vllm|sglang TARGET DRAFTER...
 
-Prints one line of JSON last. ``slots`` of vLLM are what the functions of its two model runners
-return for the config that its SpeculativeConfig built; those of SGLang what the target class's
-``set_eagle3_layers_to_capture`` sets. ``None`` there means that the engine's defaults hold.
+Prints a JSON list on the last line, one answer a drafter. ``slots`` of vLLM are what the functions
+of its two model runners return for the config that its SpeculativeConfig built, None where the
+target's defaults hold; those of SGLang what the target class's ``set_eagle3_layers_to_capture``
+sets, left out where the class can't be asked without a model.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from types import SimpleNamespace
 from typing import Any
 
 
-def main(engine: str, drafter: str, target: str) -> None:
-    answer = _vllm(drafter, target) if engine == "vllm" else _sglang(drafter, target)
-    print(json.dumps(answer), flush=True)
+def main(engine: str, target: str, *drafters: str) -> None:
+    ask = _vllm if engine == "vllm" else _sglang
+    print(json.dumps([ask(drafter, target) for drafter in drafters]), flush=True)
 
 
 def _vllm(drafter: str, target: str) -> dict[str, Any]:
@@ -98,38 +99,41 @@ def _sglang(drafter: str, target: str) -> dict[str, Any]:
     if architecture not in known:
         return answer | {"refused": f"no model class for architecture {architecture}"}
     ids = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    model = ModelRegistry.models[served["architectures"][0]]
+    model = ModelRegistry.models.get(served["architectures"][0])
     text = served.get("text_config") or served
+    captured = _captured(model, ids, text) if model else None
     return answer | {
         "class": ModelRegistry.models[architecture].__name__,
         "target_eagle3": hasattr(model, "set_eagle3_layers_to_capture"),
-        "slots": {"sglang": _captured(model, ids, text["num_hidden_layers"])},
+        "slots": {"sglang": captured} if captured else {},
     }
 
 
-def _captured(model: Any, ids: list[int] | None, layers: int) -> list[int] | None:
-    """The class's own method, called on a stand-in that has what it touches; a wrapper of a text
-    model hands the call on, so the stand-in's text model is of the class that can take it."""
+def _captured(model: Any, ids: list[int] | None, text: dict[str, Any]) -> list[int] | None:
+    """The class's own method, called on a stand-in that has what it touches. A wrapper of a text
+    model hands the call on to ``language_model``, here the text model's class."""
     from sglang.srt.models.registry import ModelRegistry
 
     inner = SimpleNamespace(layers_to_capture=None, capture_aux_hidden_states=False)
     stand_in = SimpleNamespace(
         model=inner,
         pp_group=SimpleNamespace(is_last_rank=True),
-        config=SimpleNamespace(num_hidden_layers=layers),
+        config=SimpleNamespace(num_hidden_layers=text["num_hidden_layers"]),
         capture_aux_hidden_states=False,
     )
-    text = ModelRegistry.models.get("DeepseekV3ForCausalLM")
-    handed_on = getattr(text, "set_eagle3_layers_to_capture", None)
-    stand_in.language_model = SimpleNamespace(
-        set_eagle3_layers_to_capture=lambda given=None: handed_on(stand_in, given)
-    )
+    inside = ModelRegistry.models.get((text.get("architectures") or [""])[0])
+    if inside is not None and inside is not model:
+        stand_in.language_model = SimpleNamespace(
+            set_eagle3_layers_to_capture=lambda given=None: inside.set_eagle3_layers_to_capture(
+                stand_in, given
+            )
+        )
     try:
         model.set_eagle3_layers_to_capture(stand_in, ids)
-    except AttributeError:  # it touches more than the stand-in has: the rules' answer is used
+    except AttributeError:  # it touches more than the stand-in has
         return None
     return list(inner.layers_to_capture) if inner.layers_to_capture else None
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4])
+    main(*sys.argv[1:])

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from eagle3lib.drafter.checks import check_drafter_config, check_servable
@@ -19,7 +18,7 @@ from eagle3lib.drafter.formats import serving_config
 from eagle3lib.drafter.model import Drafter
 from eagle3lib.drafter.read_config import check_config_file, read_drafter_config
 from eagle3lib.drafter.vocab import VocabMap, check_offsets, check_vocab_map
-from eagle3lib.drafter.weights import WEIGHTS, read_weights
+from eagle3lib.drafter.weights import read_weights, write_weights
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import read_json, write_json
 from eagle3lib.lab.finding import Finding, raise_errors
@@ -43,22 +42,26 @@ def write_drafter(
     drafter: Drafter,
     dtype: torch.dtype,
     target_config: dict[str, Any] | None = None,
+    *,
+    for_sglang: bool = True,
+    max_shard_mib: int = 0,
 ) -> None:
     """Write a serving folder into ``folder`` (made by ``replace_folder``, so it appears whole).
 
     With ``target_config`` the layer ids are those that both engines read right for the target's
-    class, which raises ``UserError`` where there are none. The whole vocabulary needs no map, and
+    class, which raises ``UserError`` where there are none (without ``for_sglang``, vLLM's alone).
+    The whole vocabulary needs no map, and
     gets none: vLLM has no place for a d2t then.
     """
     c = drafter.config
     tensors = drafter_tensors(drafter, dtype, embeddings=c.own_embeddings)
     if c.draft_vocab_size == c.vocab_size:
         tensors = {k: v for k, v in tensors.items() if k not in ("d2t", "t2d")}
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    write_weights(folder, tensors, max_shard_mib)
     name = str(dtype).removeprefix("torch.")
     written = c.as_hf_config(name)
     if target_config:
-        written = serving_config(c, name, target_config, for_sglang=True)
+        written = serving_config(c, name, target_config, for_sglang=for_sglang)
     write_json(folder / "config.json", written)
 
 

@@ -10,14 +10,11 @@ Keys of the source that neither style knows are carried over as they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors.torch import save_file
 from torch import Tensor
 
 from eagle3lib.drafter.checkpoint import check_tensors, expected_shapes, same_embedding, vocab_map
@@ -25,7 +22,7 @@ from eagle3lib.drafter.checks import check_drafter_config, check_servable
 from eagle3lib.drafter.config import OPTIONS, DrafterConfig
 from eagle3lib.drafter.formats import IDS, serving_config
 from eagle3lib.drafter.read_config import flat_config, is_speculators, read_drafter_config
-from eagle3lib.drafter.weights import WEIGHTS, read_weights
+from eagle3lib.drafter.weights import read_weights, write_weights
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import read_json, replace_folder, write_json
 from eagle3lib.lab.finding import Finding, raise_errors
@@ -85,7 +82,7 @@ def convert_drafter(
     tensors = _named(read.tensors, "layers.0." if goal == "speculators" else "midlayer.")
 
     def build(folder: Path) -> None:
-        write_shards(folder, tensors, max_shard_mib)
+        write_weights(folder, tensors, max_shard_mib)
         write_json(folder / "config.json", config)
 
     return replace_folder(destination, build)
@@ -217,21 +214,3 @@ def _named(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
         new = prefix + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
         named[new] = value.contiguous().clone() if value.storage_offset() else value.contiguous()
     return named
-
-
-def write_shards(folder: Path, tensors: dict[str, Tensor], max_shard_mib: int | None) -> None:
-    """``model.safetensors``, or shards of at most so many MiB with their index (a larger tensor
-    has a shard to itself)."""
-    if not max_shard_mib:
-        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-        return
-    split = split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard_mib * 2**20)
-    for file, names in split.filename_to_tensors.items():
-        save_file(_picked(tensors, names), folder / file, metadata={"format": "pt"})
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        write_json(folder / f"{WEIGHTS}.index.json", index)
-
-
-def _picked(tensors: dict[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
-    return {name: tensors[name] for name in names}

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,28 +38,39 @@ class Answer:
 
 def ask_engine(engine: str, drafter: Path, target: Path, deadline_s: float = DEADLINE_S) -> Answer:
     """What ``engine``'s own code reads in the folder ``drafter`` for the folder ``target``."""
+    return ask_about(engine, [drafter], target, deadline_s)[0]
+
+
+def ask_about(
+    engine: str, drafters: Sequence[Path], target: Path, deadline_s: float = DEADLINE_S
+) -> list[Answer]:
+    """``ask_engine`` of several folders in one child; one answer a folder."""
     python, why_not = _python_of(engine)
     if not python:
-        return Answer(engine, why_not=why_not)
+        return [Answer(engine, why_not=why_not)] * len(drafters)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "answer.log"
         environment = {
             "OMP_NUM_THREADS": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "DO_NOT_TRACK": "1",
-            "HF_HUB_OFFLINE": "1",  # both are folders here
+            "HF_HUB_OFFLINE": "1",  # all are folders here
         }
-        command = [python, str(_SCRIPT), engine, str(drafter.resolve()), str(target.resolve())]
+        command = [python, str(_SCRIPT), engine, *(str(p.resolve()) for p in (target, *drafters))]
         with Child(command, log=log, env=environment) as child:
             try:
                 code = child.wait(deadline_s)
             except subprocess.TimeoutExpired:
-                return Answer(engine, why_not=f"no answer in {deadline_s:.0f} s", installed=True)
-            last = child.last_lines(1)
-    if code != 0 or not last.startswith("{"):
-        return Answer(engine, why_not=f"could not be asked: {last[:300]}", installed=True)
-    said = json.loads(last)
-    return Answer(engine, said, installed=True, slots=said.get("slots") or {})
+                why_not = f"no answer in {deadline_s:.0f} s"
+            else:
+                last = child.last_lines(1)
+                why_not = "" if code == 0 and last.startswith("[") else f"broke off: {last[:300]}"
+    if why_not:
+        return [Answer(engine, why_not=why_not, installed=True)] * len(drafters)
+    return [
+        Answer(engine, said, installed=True, slots=said.get("slots") or {})
+        for said in json.loads(last)
+    ]
 
 
 def _python_of(engine: str) -> tuple[str, str]:

@@ -21,7 +21,7 @@ from eagle3lib.lab.errors import UserError
 
 Reader = Literal["vllm-v1", "vllm-v2", "sglang"]
 READERS: dict[str, tuple[Reader, ...]] = {"vllm": ("vllm-v1", "vllm-v2"), "sglang": ("sglang",)}
-RULES_READ_IN = {"vllm": "0.33.0", "sglang": "0.5.23"}
+RULES_READ_IN = {"vllm": "0.32, 0.33", "sglang": "0.5.23"}
 IDS = "eagle_aux_hidden_state_layer_ids"
 
 Counting = Literal["adds 1", "adds 1 if the first id is 1", "as is if the largest id is n"]

@@ -11,6 +11,7 @@ from eagle3lib import cli
 from eagle3lib.drafter.config import MLA
 from eagle3lib.drafter.doctor import examine
 from eagle3lib.drafter.doctor_probe import Answer, ask_engine
+from eagle3lib.drafter.formats_table import DOCUMENT, probe_table
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 YARN = {
@@ -348,6 +349,14 @@ def test_vllms_own_code_reads_what_we_wrote(make_folder, tiny_target):
     folder.change(**{IDS: None, "eagle_config": {IDS: [3, 5, 8]}})
     slots = ask_engine("vllm", folder.path, tiny_target.folder).slots
     assert slots == {"vllm-v1": [3, 5, 8], "vllm-v2": None}
+
+
+@pytest.mark.engine
+def test_the_document_tells_what_the_installed_vllm_answers():
+    """Of another version the document speaks until it is written again."""
+    version, table = probe_table()
+    text = DOCUMENT.read_text()
+    assert f"vLLM {version}, asked:\n\n{table}" in text, "python -m eagle3lib.drafter.formats_table"
 
 
 # The command
