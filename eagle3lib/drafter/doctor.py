@@ -242,7 +242,7 @@ def _facts(reading: LayerReading, answer: Answer, read: _Folder, target: Target)
         "states (HF index)": _states(reading),
         "norms": ", ".join(_norms(c, sglang)) if c else "unknown",
         "draft vocabulary": _vocabulary(read),
-        "embeddings": f"{taken} ({read.embeddings} in the folder)",
+        "embeddings": f"{taken} (in the folder: {read.embeddings})",
         "rope": _rope(c, target),
         "positions": f"{c.max_position_embeddings:,}" if c else "unknown",
         "dtype": said.get("dtype")

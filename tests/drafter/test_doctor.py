@@ -63,6 +63,15 @@ def test_c1_a_copy_and_trained_embeddings_are_no_error(make_folder, look, target
     assert set(found) == {"sglang-embeddings"}
 
 
+def test_c2_which_embeddings_each_engine_uses_is_told(make_folder, tiny_target):
+    """vllm#28549: a drafter's own ones were ignored, and nothing said so."""
+    own = examine(make_folder(own_embeddings=True).path, tiny_target, ask=None).facts
+    assert own["vllm-v1"]["embeddings"].startswith("its own (in the folder: own (0 of 300")
+    assert own["sglang"]["embeddings"].startswith("the target's (in the folder: own")
+    plain = examine(make_folder("plain").path, tiny_target, ask=None).facts
+    assert plain["vllm-v2"]["embeddings"] == "the target's (in the folder: absent)"
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
