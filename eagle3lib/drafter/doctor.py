@@ -269,7 +269,8 @@ def _vocabulary(read: _Folder) -> str:
     if read.config is None:
         return "unknown"
     size, whole = read.config.draft_vocab_size, read.config.vocab_size
-    lawful = "whole" if size == whole else "a lawful map" if read.vocab else "NO lawful map"
+    lawful = "a lawful map" if read.vocab else "NO lawful map" if read.tensors else "map unknown"
+    lawful = "whole" if size == whole else lawful
     return f"{size:,} of {whole:,}, {lawful}"
 
 
