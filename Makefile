@@ -9,10 +9,13 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 STAMP := $(VENV)/.eagle3-ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint nb lab report lock notebooks conda clean
+GPU_LOCK := --python-platform x86_64-manylinux_2_34 --python-version 3.12 --no-annotate --no-header \
+  --no-emit-index-url --no-emit-find-links --quiet
+
+.PHONY: help setup setup-vllm-gpu setup-sglang lock-gpu peer demo test lint nb lab report lock notebooks conda clean
 
 help: ## List the targets
-	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## Create the environment in .venv (done once; again when a lock changes)
 
@@ -26,6 +29,28 @@ $(STAMP): requirements/cpu.txt pyproject.toml
 	  || $(BIN)/python -m pip install --no-deps --index-url $(TORCH_INDEX) "$(TORCH)"
 	@$(BIN)/python -m pip install -qq --no-deps --disable-pip-version-check -r requirements/cpu.txt
 	@$(BIN)/python -m pip install -qq --no-deps --no-build-isolation --disable-pip-version-check -e .
+	@touch $@
+
+# $(1): the environment's folder, $(2): its lock
+define gpu_environment
+	@$(PYTHON) -c 'import platform, sys; found = (platform.system(), platform.machine(), sys.version_info[:2]); \
+	  sys.exit(0 if found == ("Linux", "x86_64", (3, 12)) else \
+	  f"found {found}, expected Linux on x86_64 with Python 3.12; run: make $(MAKECMDGOALS) PYTHON=python3.12")'
+	@test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
+	@echo "Setting up $(1): about 10 GB, some minutes, once."
+	@$(1)/bin/python -m pip install -qq --no-deps --disable-pip-version-check -r $(2)
+endef
+
+PEER := .venv-peer
+peer: $(PEER)/.ready ## Create the peer trainer's own environment for notebooks/bench/peer_training.ipynb
+
+# speculators asks for torchvision and torchaudio, which bring a CUDA torch along: --no-deps keeps them out.
+$(PEER)/.ready: requirements/peer.txt
+	@test -x $(PEER)/bin/python || $(PYTHON) -m venv $(PEER)
+	@echo "Setting up $(PEER): about 1.5 GB, a minute or two, once."
+	@$(PEER)/bin/python -m pip install -qq --no-deps --disable-pip-version-check "$(TORCH)" 2>/dev/null \
+	  || $(PEER)/bin/python -m pip install --no-deps --index-url $(TORCH_INDEX) "$(TORCH)"
+	@$(PEER)/bin/python -m pip install -qq --no-deps --disable-pip-version-check -r requirements/peer.txt
 	@touch $@
 
 demo: setup ## Run the whole pipeline on SmolLM2-135M-Instruct with vLLM on the CPU
@@ -58,8 +83,21 @@ lock: ## Make requirements/cpu.txt again (needs uv; FIND_LINKS names a folder th
 	  $(if $(FIND_LINKS),--find-links $(FIND_LINKS),--extra-index-url $(TORCH_INDEX) --index-strategy unsafe-best-match) \
 	  --quiet -o requirements/cpu.txt
 
+lock-gpu: ## Make the locks of the GPU environments again (needs uv)
+	uv pip compile pyproject.toml --extra gpu --extra dev $(GPU_LOCK) -o requirements/vllm-gpu.txt
+	uv pip compile requirements/sglang-gpu.in $(GPU_LOCK) -o requirements/sglang-gpu.txt
+
+setup-vllm-gpu: ## Create .venv-gpu: the lab with vLLM for NVIDIA GPUs (Linux x86_64, Python 3.12)
+	$(call gpu_environment,.venv-gpu,requirements/vllm-gpu.txt)
+	@.venv-gpu/bin/python -m pip install -qq --no-deps --no-build-isolation --disable-pip-version-check -e .
+	@echo "make targets use it with: make VENV=.venv-gpu TARGET; or run .venv-gpu/bin/eagle3"
+
+setup-sglang: ## Create .venv-sglang: SGLang in an environment of its own (Linux x86_64, Python 3.12)
+	$(call gpu_environment,.venv-sglang,requirements/sglang-gpu.txt)
+	@echo "now: export EAGLE3_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python"
+
 conda: ## Create the conda environment "eagle3" from environment.yml
 	PIP_NO_DEPS=1 PIP_EXTRA_INDEX_URL=$(TORCH_INDEX) conda env create -f environment.yml
 
 clean: ## Remove the runs (outputs/examples stays); the environment stays
-	find outputs -mindepth 1 -maxdepth 1 ! -name examples -exec rm -rf {} +
+	find outputs -mindepth 1 -maxdepth 1 ! -name examples ! -name .servers -exec rm -rf {} +

@@ -7,19 +7,26 @@ in ``layers.py``, what is attended to in ``attention.py``.
 
 Reference: in fp32 this is the forward that engines, formats and fast paths are compared with. Cost
 per base position and step: one layer and one head.
+
+On a GPU the same runs as fused pieces: ``flex.py`` for the attention, and what stands before and
+after it compiled, once for all steps and sizes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from eagle3lib.drafter.align import input_index
-from eagle3lib.drafter.attention import Attend, Attention, chain_attention
+from eagle3lib.drafter.attention import Attention, chain_attention
 from eagle3lib.drafter.config import DrafterConfig
+from eagle3lib.drafter.flex import flex_chain_attention
 from eagle3lib.drafter.layers import Layer, RMSNorm, Rotary
 from eagle3lib.drafter.rows import PackedRows
 
@@ -91,24 +98,34 @@ def unroll(
     steps: int,
     *,
     feed: str,
-    attention: Attention = chain_attention,
+    attention: Attention | None = None,
 ) -> list[Step]:
     """Run ``steps`` steps from every base position.
 
     ``states`` are the slots of every token, concatenated; rows follow their device. ``feed``:
     "truth" gives step j the conversation's own token (training-time test; a token beyond the end
     repeats the last one, its label does not exist), "draft" gives it the greedy draft of step j - 1
-    (serving).
+    (serving). ``attention``: None takes the device's own, and compiled pieces on a GPU; one that is
+    named runs everything eagerly (``chain_attention`` is the reference).
     """
+    fast = attention is None and states.is_cuda
+    attention = attention or (flex_chain_attention if fast else chain_attention)
+    before, after, target_keys = (
+        _compiled(piece) if fast else piece for piece in (_before, _after, _target_keys)
+    )
     rows = rows.to(states.device)
     fused = drafter.fuse(states)
-    keys, values = _target_keys(drafter, rows, fused)
+    # Position p reads x[p+1]; the last one of a conversation has none, is given whatever follows it
+    # in the pack, and is beyond every base position, so no query sees it.
+    following = torch.cat((rows.token_ids[1:], rows.token_ids[-1:]))
+    keys, values = target_keys(drafter, following, fused, rows.position)
     attend = attention(drafter.midlayer.self_attn.scale, rows, keys, values)
     hidden = fused[rows.row_start + rows.base]
     tokens = _truth(rows, 0)
     made: list[Step] = []
     for step in range(steps):
-        output = _layer_step(drafter, tokens, hidden, rows.base + step, step, attend)
+        query, key, value, residual = before(drafter, tokens, hidden, rows.base + step)
+        output = after(drafter, attend(query, key, value, step), residual)
         drafts = None
         if feed == "draft":
             drafts = drafter.target_ids(drafter.logits(output).argmax(-1))
@@ -122,27 +139,31 @@ def _truth(rows: PackedRows, step: int) -> Tensor:
     return rows.token_ids[rows.row_start + input_index(rows.base, step).minimum(rows.total - 1)]
 
 
-def _target_keys(drafter: Drafter, rows: PackedRows, fused: Tensor) -> tuple[Tensor, Tensor]:
-    """Step-0 keys and values of every position, made from the target's states: [N, kv, d].
-
-    Position p reads x[p+1]; the last one of a conversation has none, is given whatever follows it
-    in the pack, and is beyond every base position, so no query sees it.
-    """
-    following = torch.cat((rows.token_ids[1:], rows.token_ids[-1:]))
+def _target_keys(
+    drafter: Drafter, following: Tensor, fused: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Step-0 keys and values of every position, made from the target's states: [N, kv, d]."""
     mixed, _ = drafter.midlayer.mix(drafter.embed_tokens(following), fused)
-    turn = drafter.turn(rows.position, mixed.dtype)
+    turn = drafter.turn(positions, mixed.dtype)
     return drafter.midlayer.self_attn.keys_values(mixed, turn)
 
 
-def _layer_step(
-    drafter: Drafter, tokens: Tensor, hidden: Tensor, rotary: Tensor, step: int, attend: Attend
-) -> Tensor:
-    """One step of the layer at every base position, [P, H]."""
+def _before(
+    drafter: Drafter, tokens: Tensor, hidden: Tensor, rotary: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(query [P, heads, dk], key [P, kv, dk], value [P, kv, dv], residual [P, H]) of a step."""
     layer = drafter.midlayer
     mixed, residual = layer.mix(drafter.embed_tokens(tokens), hidden)
     turn = drafter.turn(rotary, mixed.dtype)
-    query, (key, value) = (
-        layer.self_attn.queries(mixed, turn),
-        layer.self_attn.keys_values(mixed, turn),
-    )
-    return layer.finish(attend(query, key, value, step), residual)
+    key, value = layer.self_attn.keys_values(mixed, turn)
+    return layer.self_attn.queries(mixed, turn), key, value, residual
+
+
+def _after(drafter: Drafter, read: Tensor, residual: Tensor) -> Tensor:
+    """The layer's output [P, H] from what the attention read."""
+    return drafter.midlayer.finish(read, residual)
+
+
+@cache
+def _compiled(piece: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(piece, dynamic=True)

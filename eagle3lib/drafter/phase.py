@@ -19,7 +19,8 @@ from eagle3lib.drafter.warm_start import checkpoint_vocab
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import replace_folder, write_text
 from eagle3lib.lab.finding import raise_errors
-from eagle3lib.lab.params import ExportParams, VocabParams, resolve
+from eagle3lib.lab.params import ExportParams, VocabParams
+from eagle3lib.lab.phase_params import resolve
 from eagle3lib.target.folder import Target
 from eagle3lib.target.model import DTYPES, TargetHead
 

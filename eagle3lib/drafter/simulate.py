@@ -63,7 +63,7 @@ def simulate(
     items = list(conversations)
     order = sorted(range(len(items)), key=lambda i: len(items[i].token_ids))
     replays: dict[int, Replay] = {}
-    dtype = drafter.fc.weight.dtype
+    weight = drafter.fc.weight
     for start in range(0, len(order), batch_rows):
         chosen = [i for i in order[start : start + batch_rows] if _bases(items[i]) > 0]
         replays |= {i: Replay([], False) for i in order[start : start + batch_rows]}
@@ -72,7 +72,7 @@ def simulate(
         rows = PackedRows.pack(
             [items[i].token_ids for i in chosen], [items[i].prompt_tokens for i in chosen]
         )
-        states = torch.cat([items[i].states for i in chosen]).to(dtype)
+        states = torch.cat([items[i].states for i in chosen]).to(weight.device, weight.dtype)
         made = unroll(drafter, rows, states, steps, feed="draft")
         drafts = torch.stack([step.drafts for step in made if step.drafts is not None], dim=1)
         for i, part in zip(chosen, drafts.split([_bases(items[i]) for i in chosen]), strict=True):

@@ -1,8 +1,9 @@
-"""Child processes that can't outlive their owner: engines and training runs.
+"""Child processes that can't outlive their owner, unless that is asked for: engines, training runs.
 
 A child runs under ``supervise.py``, which holds a pipe from us. When the pipe closes, because we
 closed it or because we died in whatever way (a killed kernel runs no ``finally``), the supervisor
-ends the child's whole process group and everything that descends from it, and nothing else.
+ends the child's whole process group and everything that descends from it, and nothing else. A
+detached child's supervisor holds both ends of that pipe itself, and ends the child on SIGTERM.
 """
 
 from __future__ import annotations
@@ -27,19 +28,25 @@ class Child:
         log: Path,
         env: dict[str, str] | None = None,
         cwd: Path | None = None,
+        detached: bool = False,
     ):
         log.parent.mkdir(parents=True, exist_ok=True)
         self.log, self.command = log, command
+        ends = os.pipe() if detached else ()
         with log.open("ab") as sink:
             self._process = subprocess.Popen(
                 [sys.executable, str(_SUPERVISOR), str(STOP_DEADLINE_S / 2), *command],
-                stdin=subprocess.PIPE,
+                stdin=ends[0] if ends else subprocess.PIPE,
                 stdout=sink,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **(env or {})},
                 cwd=cwd,
+                pass_fds=ends,
                 start_new_session=True,  # the terminal's Ctrl-C reaches us; we stop the child
             )
+        for end in ends:
+            os.close(end)
+        self._detached = detached
 
     @property
     def pid(self) -> int:
@@ -56,6 +63,8 @@ class Child:
         """End the child and all it started; waits until they are gone."""
         if self._process.stdin and not self._process.stdin.closed:
             self._process.stdin.close()
+        if self._detached and self._process.poll() is None:
+            self._process.terminate()
         try:
             self._process.wait(STOP_DEADLINE_S)
         except subprocess.TimeoutExpired:

@@ -16,7 +16,7 @@ import nbformat
 
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.machine import ROOT
-from eagle3lib.lab.params import PhaseParams
+from eagle3lib.lab.phase_params import PhaseParams
 from eagle3lib.lab.profile import load_profile
 
 NOTEBOOKS = ROOT / "notebooks"

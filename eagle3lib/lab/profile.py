@@ -15,7 +15,8 @@ import yaml
 
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.machine import ROOT
-from eagle3lib.lab.params import PHASES, PhaseParams
+from eagle3lib.lab.params import PHASES
+from eagle3lib.lab.phase_params import PhaseParams
 
 PROFILES = ROOT / "params"
 

@@ -33,7 +33,8 @@ from tqdm.auto import tqdm
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import hash_files, hash_json, hash_path, read_json, write_json
 from eagle3lib.lab.machine import ROOT, describe_machine, git_state, versions
-from eagle3lib.lab.params import PHASES, PhaseParams
+from eagle3lib.lab.params import PHASES
+from eagle3lib.lab.phase_params import PhaseParams
 
 State = Literal["new", "stale", "resume", "done"]
 

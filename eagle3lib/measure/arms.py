@@ -18,11 +18,12 @@ import pandas as pd
 
 from eagle3lib.data.rows import AnswerRow, read_answers
 from eagle3lib.engine.client import Client
-from eagle3lib.engine.vllm import EngineConfig, VllmServer
+from eagle3lib.engine.launch import EngineConfig, EngineServer
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import read_json, read_jsonl, write_json
 from eagle3lib.lab.machine import free_cores
-from eagle3lib.lab.params import BenchmarkParams, resolve
+from eagle3lib.lab.params import BenchmarkParams
+from eagle3lib.lab.phase_params import resolve
 from eagle3lib.lab.run import Phase
 from eagle3lib.measure.accounting import Counts, PairedTiming
 
@@ -144,7 +145,7 @@ def _start(
             threads=threads,
         )
         log = phase.log_file(f"vllm-{arm.replace(' ', '-')}")
-        server = stack.enter_context(VllmServer(engine, log=log, say=phase.note))
+        server = stack.enter_context(EngineServer(engine, log=log, say=phase.note))
         clients[arm] = Client(server.url)
         started[arm] = {"threads": server.threads, "ready_after_s": server.ready_after_s}
     write_json(phase.folder / "servers.json", started)

@@ -1,7 +1,4 @@
-"""Every figure of the lab, drawn with plotly in one theme: readable in print, colour-blind safe.
-
-Colours are Okabe and Ito's; a series keeps its colour in every figure.
-"""
+"""Figures of training, acceptance and speed."""
 
 from __future__ import annotations
 
@@ -9,28 +6,23 @@ import json
 import time
 from typing import Any
 
-import pandas as pd
 import plotly.graph_objects as go
 from IPython.display import display
 
-BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#6e6e6e"
-ENGINE, SIMULATOR, BASELINE, PLAIN_ARM = BLUE, ORANGE, GREY, GREY
+from eagle3lib.report.style import (
+    BASELINE,
+    BLUE,
+    ENGINE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    SET_COLOURS,
+    SIMULATOR,
+    styled,
+)
+
 _PLOTLY_MIME = "application/vnd.plotly.v1+json"
-_SET_COLOURS = {"workload": BLUE, "general": GREEN}
-
-
-def _styled(figure: go.Figure, title: str, x: str, y: str, height: int = 380) -> go.Figure:
-    figure.update_layout(
-        title={"text": title, "x": 0, "xanchor": "left", "font": {"size": 16}},
-        template="plotly_white",
-        height=height,
-        margin={"l": 60, "r": 20, "t": 56, "b": 50},
-        legend={"orientation": "h", "y": 1.02, "x": 1, "xanchor": "right", "yanchor": "bottom"},
-        font={"family": "system-ui, sans-serif", "size": 13},
-    )
-    figure.update_xaxes(title=x)
-    figure.update_yaxes(title=y)
-    return figure
 
 
 def acceptance_per_step(
@@ -59,7 +51,7 @@ def acceptance_per_step(
             hovertemplate="step %{x}: %{y:.1%}<extra>" + name + "</extra>",
         )
     figure.update_yaxes(range=[0, 1], tickformat=".0%")
-    return _styled(figure, title, "draft step", "share of rounds that accepted it")
+    return styled(figure, title, "draft step", "share of rounds that accepted it")
 
 
 def arms_bars(metrics: dict[str, Any]) -> go.Figure:
@@ -82,7 +74,7 @@ def arms_bars(metrics: dict[str, Any]) -> go.Figure:
             insidetextanchor="middle",
             error_y={"type": "data", "array": up, "arrayminus": down},
         )
-    return _styled(
+    return styled(
         figure, "Speed of the arms (one request at a time)", "prompt set", "tokens per second"
     )
 
@@ -102,7 +94,7 @@ def training_curves(rows: list[dict[str, Any]]) -> go.Figure:
             opacity=shade,
             line={"color": BLUE, "width": 2 if k == 0 else 1},
         )
-    return _styled(figure, "Training loss per step", "update", "cross-entropy (nats)")
+    return styled(figure, "Training loss per step", "update", "loss (nats)")
 
 
 def heldout_curves(rows: list[dict[str, Any]]) -> go.Figure:
@@ -110,7 +102,7 @@ def heldout_curves(rows: list[dict[str, Any]]) -> go.Figure:
     baselines."""
     found = [r for r in rows if r["kind"] == "evaluation"]
     figure = go.Figure()
-    for name, colour in _SET_COLOURS.items():
+    for name, colour in SET_COLOURS.items():
         points = [
             (r["epoch"], r["sets"][name]["acceptance_length"]) for r in found if name in r["sets"]
         ]
@@ -129,94 +121,7 @@ def heldout_curves(rows: list[dict[str, Any]]) -> go.Figure:
                 line={"color": BASELINE, "dash": "dot"},
                 annotation_text=name.removesuffix("_workload"),
             )
-    return _styled(figure, "Held-out acceptance length (simulated)", "epoch", "tokens a round")
-
-
-def coverage_figure(curve: pd.DataFrame, chosen: int) -> go.Figure:
-    """Held-out coverage by size of the draft vocabulary, and what a head of that size costs."""
-    figure = go.Figure()
-    for name, part in curve.groupby("set"):
-        costs = part[["head_bytes", "head_flops"]] / 1e6
-        figure.add_scatter(
-            x=part.draft_vocab_size,
-            y=part.coverage,
-            name=str(name),
-            mode="lines+markers",
-            line={"color": _SET_COLOURS.get(str(name), GREY)},
-            customdata=costs.to_numpy(),
-            hovertemplate="%{x:,} tokens cover %{y:.2%}<br>head: %{customdata[0]:.1f} MB and "
-            "%{customdata[1]:.1f} MFLOP a drafted token<extra>" + str(name) + "</extra>",
-        )
-    figure.add_vline(x=chosen, line={"color": ORANGE, "dash": "dash"}, annotation_text="chosen")
-    figure.update_xaxes(type="log")
-    figure.update_yaxes(tickformat=".0%")
-    return _styled(
-        figure, "Held-out answer tokens inside the draft vocabulary", "draft vocabulary", "coverage"
-    )
-
-
-def vocab_choice_figure(curve: pd.DataFrame, chosen: int, steps: int) -> go.Figure:
-    """Estimated speed-up by size of the draft vocabulary: coverage gained against head read."""
-    figure = go.Figure()
-    for name, part in curve.groupby("set"):
-        figure.add_scatter(
-            x=part.draft_vocab_size,
-            y=part.estimated_speedup,
-            name=str(name),
-            mode="lines+markers",
-            line={"color": _SET_COLOURS.get(str(name), GREY)},
-            hovertemplate="%{x:,} tokens: %{y:.3f}<extra>" + str(name) + "</extra>",
-        )
-    figure.add_vline(x=chosen, line={"color": ORANGE, "dash": "dash"}, annotation_text="chosen")
-    figure.update_xaxes(type="log")
-    title = f"What the size is worth (estimate, K = {steps}, bandwidth alone)"
-    return _styled(figure, title, "draft vocabulary", "speed-up over no drafter")
-
-
-def coverage_kinds_figure(table: pd.DataFrame) -> go.Figure:
-    """Held-out coverage by kind of text; the bars say how many tokens they stand for."""
-    lines = table.iloc[::-1]
-    figure = go.Figure(
-        go.Bar(
-            x=lines.coverage,
-            y=lines.kind,
-            orientation="h",
-            marker_color=BLUE,
-            text=[f"{c:.1%} of {n:,}" for c, n in zip(lines.coverage, lines.tokens, strict=True)],
-            textposition="inside",
-            insidetextanchor="start",
-            hovertemplate="%{y}: %{text} tokens<extra></extra>",
-        )
-    )
-    figure.update_xaxes(tickformat=".0%", range=[0, 1])
-    figure = _styled(
-        figure, "Held-out coverage by kind of text", "coverage", "", 140 + 34 * len(lines)
-    )
-    return figure.update_yaxes(automargin=True)
-
-
-def length_histogram(lengths: dict[str, list[int]]) -> go.Figure:
-    """Answer lengths in tokens by set."""
-    figure = go.Figure()
-    for name, values in lengths.items():
-        figure.add_histogram(
-            x=values,
-            name=name,
-            opacity=0.75,
-            nbinsx=30,
-            marker_color=_SET_COLOURS.get(name.split()[0], GREY),
-        )
-    figure.update_layout(barmode="overlay")
-    return _styled(figure, "Answer lengths", "tokens", "answers")
-
-
-def state_norms(norms: pd.DataFrame) -> go.Figure:
-    """Distribution of the states' root mean square by slot."""
-    figure = go.Figure()
-    for name, part in norms.groupby("state", sort=False):
-        figure.add_box(y=part.rms, name=str(name), marker_color=BLUE, showlegend=False)
-    figure.update_yaxes(type="log")
-    return _styled(figure, "Size of the captured states", "state", "root mean square")
+    return styled(figure, "Held-out acceptance length (simulated)", "epoch", "tokens a round")
 
 
 class LiveCurves:
@@ -266,22 +171,4 @@ def round_agreement(answers: list[Any]) -> go.Figure:
         )
     )
     title = "Rounds: equal (blue), cut last round (orange), parted (red)"
-    return _styled(figure, title, "round", "answer", height=120 + 18 * len(answers))
-
-
-def ngram_bars(table: pd.DataFrame) -> go.Figure:
-    """The commonest word runs by the share of answers that hold them."""
-    lines = table.iloc[::-1]
-    figure = go.Figure(
-        go.Bar(
-            x=lines.share,
-            y=lines.words,
-            orientation="h",
-            marker_color=BLUE,
-            customdata=lines.answers,
-            hovertemplate="%{y}: %{customdata} answers, %{x:.1%}<extra></extra>",
-        )
-    )
-    figure.update_xaxes(tickformat=".0%")
-    figure = _styled(figure, "Commonest word runs", "share of answers", "", 120 + 22 * len(lines))
-    return figure.update_yaxes(automargin=True)
+    return styled(figure, title, "round", "answer", height=120 + 18 * len(answers))

@@ -13,7 +13,8 @@ from typing import Any
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import read_json
 from eagle3lib.lab.notebooks import execute
-from eagle3lib.lab.params import PHASES, PhaseParams
+from eagle3lib.lab.params import PHASES
+from eagle3lib.lab.phase_params import PhaseParams
 from eagle3lib.lab.run import (
     check_run_target,
     gather_inputs,

@@ -82,6 +82,17 @@ class TargetHead:
         time."""
         return torch.cat([self.logits(part).argmax(-1) for part in last.split(chunk)])
 
+    def greedy_and_logsumexp(
+        self, last: Float[Tensor, "P H"], temperature: float = 1.0, chunk: int = 1024
+    ) -> tuple[Int64[Tensor, " P"], Float[Tensor, " P"]]:
+        """``greedy``, and log sum exp(logits / temperature) over the whole vocabulary, fp32."""
+        tokens, sums = [], []
+        for part in last.split(chunk):
+            logits = self.logits(part).float()
+            tokens.append(logits.argmax(-1))
+            sums.append((logits / temperature).logsumexp(-1))
+        return torch.cat(tokens), torch.cat(sums)
+
 
 class _TensorReader:
     """One tensor by name out of a folder of safetensors shards (with or without a name prefix)."""

@@ -1,8 +1,10 @@
-"""``torchrun -m eagle3lib.training JOB.json``: one rank of a training job (see ``job.py``)."""
+"""``torchrun -m eagle3lib.training JOB.json``: one rank of a training job (see ``job.py``).
+
+Any torchrun may start it, on one node or many, as long as all see the folders of the job.
+"""
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -13,14 +15,13 @@ from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import read_json
 from eagle3lib.lab.params import TrainParams
 from eagle3lib.target.folder import open_target
-from eagle3lib.training.loop import Folders, Trainer
+from eagle3lib.training.checkpoints import Folders
+from eagle3lib.training.loop import Trainer
 
 
 def main() -> int:
     job = read_json(Path(sys.argv[1]))
     torch.set_num_threads(int(job["threads"]))
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group("gloo")
     folders = Folders(*(Path(job[name]) for name in ("phase", "states", "vocab")))
     try:
         cfg = TrainParams.checked(job["params"], sys.argv[1])

@@ -3,6 +3,15 @@ knows.
 
 The baselines see no hidden state: "unigram" always proposes the commonest training token, "bigram"
 the commonest follower of the token before. A drafter that does not beat them has learnt no context.
+
+Beside the simulator stand two estimates along the answers' own tokens, at every base position. With
+a_k the pooled share of step k, a chain of K drafts is as long as 1 + sum over k of a_1 ... a_k:
+
+    top1      a_k = how often the drafter's first choice is the target's greedy token (T = 0)
+    sampled   a_k = mean of sum over x of min(p(x), q(x)), what sampling accepts at T = 1
+              (arXiv 2211.17192); p over the whole vocabulary, q over the draft vocabulary
+
+They assume that steps are accepted independently and that the context of step k is the answer's.
 """
 
 from __future__ import annotations
@@ -13,9 +22,29 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
-from eagle3lib.drafter.model import Drafter
+from eagle3lib.drafter.align import label_exists, teacher_index
+from eagle3lib.drafter.model import Drafter, unroll
 from eagle3lib.drafter.simulate import Conversation, Replay, histogram, replay_rounds, simulate
+from eagle3lib.training.data import Batch
+from eagle3lib.training.objective import Labels
+
+# A drafter for real use has seen far more: public ones are trained on some hundred million tokens,
+# and below a million an epoch's answers are learnt by heart before context is.
+ENOUGH_TOKENS = 1_000_000
+_CHUNK_POSITIONS = 512  # rows of logits over the draft vocabulary that exist at once
+
+
+def verdict(answer_tokens: int) -> str:
+    """What numbers of a training on so many distinct answer tokens can tell."""
+    if answer_tokens < ENOUGH_TOKENS:
+        return (
+            f"smoke test: {answer_tokens:,} answer tokens are fewer than {ENOUGH_TOKENS:,}; the "
+            "numbers show that the pipeline works, not what a drafter can reach"
+        )
+    return f"trained on {answer_tokens:,} answer tokens"
 
 
 def acceptance_counts(replays: Iterable[Replay], steps: int) -> dict[str, Any]:
@@ -36,6 +65,54 @@ def evaluate(drafter: Drafter, sets: dict[str, list[Conversation]], steps: int) 
         name: acceptance_counts(simulate(drafter, items, steps), steps)
         for name, items in sets.items()
     }
+
+
+@torch.no_grad()
+def chain_sums(
+    drafter: Drafter,
+    batch: Batch,
+    teacher: Labels,
+    draft_head: Float[Tensor, "D H"],
+    steps: int,
+) -> Float[Tensor, "K 3"]:
+    """Of every step: labels, how many the first choice has right, and their summed overlap
+    min(p, q)."""
+    sums = torch.zeros(steps, 3, dtype=torch.float64)
+    rows, states = batch.rows, batch.states.to(drafter.fc.weight.dtype)
+    for step, made in enumerate(unroll(drafter, rows, states, steps, feed="truth")):
+        exists = label_exists(rows.base, step, rows.total)
+        index = (rows.row_start + teacher_index(rows.base, step))[exists]
+        pieces = (x.split(_CHUNK_POSITIONS) for x in (made.hidden[exists], index))
+        for hidden, at in zip(*pieces, strict=True):
+            q = drafter.logits(hidden).float().softmax(-1)
+            p = (teacher.normed[at] @ draft_head.T - teacher.logsumexp[at, None]).exp()
+            right = drafter.target_ids(q.argmax(-1)) == teacher.greedy[at]
+            found = (float(len(at)), float(right.sum()), float(q.minimum(p).sum()))
+            sums[step] += torch.tensor(found, dtype=torch.float64)
+    return sums
+
+
+def chain_estimates(sums: Float[Tensor, "K 3"]) -> dict[str, Any]:
+    """Counts of every step, and both estimated lengths."""
+    labels, right, overlap = sums.T.tolist()
+    return {
+        "labels": [int(n) for n in labels],
+        "right": [int(n) for n in right],
+        "overlap": [round(n, 3) for n in overlap],
+        "top1_length": chain_length(right, labels),
+        "sampled_length": chain_length(overlap, labels),
+    }
+
+
+def chain_length(accepted: Sequence[float], labels: Sequence[float]) -> float | None:
+    """1 + a_1 + a_1 a_2 + ..., None where a step has no label."""
+    if not all(labels):
+        return None
+    length, chain = 1.0, 1.0
+    for share, count in zip(accepted, labels, strict=True):
+        chain *= share / count
+        length += chain
+    return round(length, 4)
 
 
 class NgramBaseline:

@@ -8,10 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from eagle3lib.drafter.model import Drafter
-from eagle3lib.drafter.vocab import VocabMap
 from eagle3lib.lab.child import Child
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import read_json, write_json
@@ -19,9 +16,8 @@ from eagle3lib.lab.machine import free_cores
 from eagle3lib.lab.params import PHASES, TrainParams
 from eagle3lib.lab.run import Phase
 from eagle3lib.target.folder import Target
-from eagle3lib.target.model import TargetHead
-from eagle3lib.target.states import StateStore
-from eagle3lib.training.loop import Folders, load_weights, new_drafter
+from eagle3lib.training.checkpoints import Folders, has_checkpoint
+from eagle3lib.training.start import trained_drafter
 
 Rows = list[dict[str, Any]]
 _POLL_S = 1.0
@@ -60,17 +56,10 @@ def run_training(
         "vocab": str(folders.vocab),
     }
     write_json(phase.folder / "job.json", job)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(cfg.processes),
-        "-m",
-        "eagle3lib.training",
-        str(phase.folder / "job.json"),
-    ]
+    command = torchrun(cfg, 0, str(phase.folder / "job.json"))
+    for node in range(1, cfg.nodes):
+        other = torchrun(cfg, node, str((phase.folder / "job.json").resolve()))
+        print(f"on node {node}, with the same folders: {' '.join(['python', *other[1:]])}")
     env = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
     print(f"training: {cfg.processes} process(es) of {threads} threads", flush=True)
     with (
@@ -96,6 +85,27 @@ def run_training(
     rows = _read_growing(folders)
     watch(rows, last=True)
     return rows
+
+
+def torchrun(cfg: TrainParams, node: int, job: str) -> list[str]:
+    """The command that starts this node's processes."""
+    if cfg.nodes == 1:
+        meeting = ["--standalone"]
+    else:
+        host, port = cfg.rendezvous.rsplit(":", 1)
+        meeting = ["--nnodes", str(cfg.nodes), "--node-rank", str(node)]
+        meeting += ["--master-addr", host, "--master-port", port]
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *meeting,
+        "--nproc-per-node",
+        str(cfg.processes),
+        "-m",
+        "eagle3lib.training",
+        job,
+    ]
 
 
 def _read_growing(folders: Folders) -> Rows:
@@ -139,7 +149,11 @@ def training_summary(rows: Rows, cfg: TrainParams) -> dict[str, Any]:
         "heldout": best["sets"],
         "untrained": first["sets"],
         "baselines": first["baselines"],
+        "estimates": best["estimates"],
+        "verdict": first["verdict"],
         "skipped_rows": first["skipped_rows"],
+        "cut_rows": first["cut_rows"],
+        "cut_tokens": first["cut_tokens"],
         "num_speculative_tokens": cfg.num_speculative_tokens,
     }
 
@@ -150,11 +164,8 @@ def _length(row: dict[str, Any]) -> float:
 
 def best_drafter(phase_04: Folders, target: Target) -> tuple[Drafter, dict[str, Any]]:
     """The best checkpoint of a training, fp32, and its state (epoch, acceptance length)."""
-    if not (phase_04.best / "state.json").exists():
+    if not has_checkpoint(phase_04.best):
         raise UserError(
             "there is no trained drafter", where=phase_04.best, next="eagle3 run PROFILE 04"
         )
-    vocab, store = VocabMap.load(phase_04.vocab), StateStore(phase_04.states)
-    drafter = new_drafter(target, TargetHead(target), vocab, store.slots, seed=0)
-    load_weights(drafter, phase_04.best)
-    return drafter.to(torch.float32).eval(), read_json(phase_04.best / "state.json")
+    return trained_drafter(phase_04.best, target), read_json(phase_04.best / "state.json")

@@ -1,332 +1,305 @@
 """The training loop: one process or many, exact resume, checkpoints judged by simulated acceptance.
 
-    checkpoints/last/   weights (fp32), optimizer, step: what a resumed run starts from
-    checkpoints/best/   weights with the best acceptance length on held-out answers of the workload
-    metrics.jsonl       one line an update and one an evaluation
-
-The order of rows depends on (seed, epoch) alone and checkpoints fall on epoch ends, so a run that
-was killed repeats at most ``checkpoint_every`` epochs and then continues on the same curve.
+An update is a set of conversations that depends on (seed, epoch) alone. Every process computes its
+parts of it, gradients and counts are sums over all, and the optimizer steps once. A run that was
+killed repeats the updates since its last checkpoint and then continues on the same curve, to the
+last bit with as many processes and threads. ``metrics.jsonl`` has a line an update and one an
+evaluation.
 """
 
 from __future__ import annotations
 
-import json
-import math
+import itertools
 import time
-from collections import Counter
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import astuple, fields
+from functools import partial
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-from transformers import get_cosine_schedule_with_warmup
-
-from eagle3lib.drafter.checkpoint import drafter_tensors, set_vocab
-from eagle3lib.drafter.config import DrafterConfig
-from eagle3lib.drafter.model import Drafter, unroll
 from eagle3lib.drafter.vocab import VocabMap
 from eagle3lib.lab.errors import UserError
-from eagle3lib.lab.files import read_json, read_jsonl, replace_folder, write_json
 from eagle3lib.lab.params import TrainParams
 from eagle3lib.target.folder import Target
-from eagle3lib.target.model import TargetHead
+from eagle3lib.target.model import DTYPES, TargetHead
 from eagle3lib.target.states import StateStore
-from eagle3lib.training.data import Batch, conversations, epoch_batches, load_batch, trainable
-from eagle3lib.training.evaluate import NgramBaseline, evaluate
-from eagle3lib.training.loss import StepCounts, make_teacher, step_loss
+from eagle3lib.training.checkpoints import (
+    Folders,
+    Position,
+    has_checkpoint,
+    read_optimizer,
+    read_position,
+    read_weights,
+    save_checkpoint,
+)
+from eagle3lib.training.data import (
+    Batch,
+    Entries,
+    epoch_updates,
+    load_batch,
+    prefetched,
+    share_out,
+    token_ids,
+    trainable,
+)
+from eagle3lib.training.evaluate import NgramBaseline, verdict
+from eagle3lib.training.heldout import Heldout
+from eagle3lib.training.loss import StepCounts
+from eagle3lib.training.memory import available_bytes, check_memory, estimate
+from eagle3lib.training.objective import FullHead, Objective, recompute_mlp, step_scales
+from eagle3lib.training.optim import (
+    load_state,
+    make_optimizers,
+    rate_share,
+    set_rate,
+    state_tensors,
+)
+from eagle3lib.training.parallel import Place, Replicated, Sharded
+from eagle3lib.training.start import new_drafter, warm_drafter
+from eagle3lib.training.tracker import Tracker
 
-_WEIGHTS, _OPTIMIZER = "drafter.safetensors", "optimizer.pt"
-
-
-@dataclass(frozen=True)
-class Folders:
-    """Where a training job reads and writes."""
-
-    phase: Path
-    states: Path
-    vocab: Path
-
-    @property
-    def last(self) -> Path:
-        return self.phase / "checkpoints" / "last"
-
-    @property
-    def best(self) -> Path:
-        return self.phase / "checkpoints" / "best"
-
-    @property
-    def metrics(self) -> Path:
-        return self.phase / "metrics.jsonl"
-
-
-def new_drafter(
-    target: Target, head: TargetHead, vocab: VocabMap, slots: tuple[int, ...], seed: int
-) -> Drafter:
-    """A fresh drafter: embedding, head rows and final norm start as the target's, the rest random.
-
-    The embedding stays the target's (SGLang serves with the target's whatever a checkpoint holds).
-    """
-    config = DrafterConfig.for_target(target.config, len(vocab.d2t))
-    if config.slots != slots:
-        raise UserError(
-            f"states were captured at slots {list(slots)}",
-            expected=str(list(config.slots)),
-            next="eagle3 run PROFILE 02",
-        )
-    generator = torch.Generator().manual_seed(seed)
-    drafter = Drafter(config)
-    with torch.no_grad():
-        for name, parameter in drafter.named_parameters():
-            if parameter.ndim == 2 and not name.startswith("embed_tokens"):
-                parameter.normal_(0.0, 0.02, generator=generator)
-        drafter.embed_tokens.weight.copy_(head.embedding)
-        drafter.lm_head.weight.copy_(head.head[vocab.target_ids])
-        drafter.norm.weight.copy_(head.norm)
-    drafter.embed_tokens.weight.requires_grad_(False)
-    set_vocab(drafter, vocab)
-    return drafter
+_COUNTS = len(fields(StepCounts))
+_BASELINE_TOKENS = 2_000_000  # counts change little beyond; reading on would delay the start
+Parts = Iterator[Batch | None]
 
 
 class Trainer:
-    """One rank of a training job. Cost: one ``unroll`` and its backward per batch."""
+    """One rank of a training job. Cost of an update: one ``unroll`` and its backward a part."""
 
     def __init__(self, cfg: TrainParams, target: Target, folders: Folders):
         self.cfg, self.folders = cfg, folders
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self.world = dist.get_world_size() if dist.is_initialized() else 1
-        self.store = StateStore(folders.states)
-        if self.store.target_fingerprint != target.fingerprint:
-            raise UserError(
-                f"the states are of another target ({self.store.target_fingerprint})",
-                expected=target.fingerprint,
-                where=folders.states,
-                next="eagle3 run PROFILE 02",
-            )
+        self.place = Place.open(cfg.device)
+        self.store = _open_states(folders, target)
         self.vocab = VocabMap.load(folders.vocab)
-        self.head = TargetHead(target)
-        self.drafter = new_drafter(target, self.head, self.vocab, self.store.slots, cfg.seed)
-        self.draft_head = self.head.head[self.vocab.target_ids]
-        self.train_rows, self.skipped_rows = trainable(self.store.select(split="train"))
-        if not self.train_rows:
+        self.selection = trainable(self.store.select(split="train"), cfg.max_tokens_per_row)
+        if not self.selection.entries:
             raise UserError(
                 "no conversation has a token to train on",
                 where=folders.states,
-                expected="answers of at least two tokens",
+                expected="answers of at least two tokens (within max_tokens_per_row)",
             )
-        self.greedy = self._teacher_tokens()
-        self.heldout = {
-            name: conversations(
-                self.store, trainable(self.store.select(split="heldout", set=name))[0]
-            )
-            for name in ("workload", "general")
-        }
-        self.heldout = {name: items for name, items in self.heldout.items() if items}
-        per_epoch = len(
-            epoch_batches(self.train_rows, cfg.batch_rows, seed=0, epoch=0, world=self.world)
-        )
-        self.total_updates = per_epoch * cfg.epochs
-        self.optimizer, self.schedule = self._optimizer()
-        self.step, self.epoch, self.best_length, self.seconds = 0, 0, 0.0, 0.0
-
-    def _teacher_tokens(self) -> dict[str, Tensor]:
-        """The target's greedy next token after each state of every training conversation, made
-        once: the full head over every epoch would cost more than the drafter's own."""
-        tokens = {}
-        for row in self.store.rows(self.train_rows):
-            start = row.entry.prompt_tokens - 1
-            whole = torch.full((row.entry.tokens,), -1)
-            whole[start:] = self.head.greedy(row.last[start:].float())
-            tokens[row.entry.id] = whole
-        return tokens
-
-    def _optimizer(self) -> tuple[torch.optim.Optimizer, Any]:
-        """AdamW, no decay on norms; linear warm-up, then cosine to zero."""
-        trained = [p for p in self.drafter.parameters() if p.requires_grad]
-        groups = [
-            {"params": [p for p in trained if p.ndim > 1], "weight_decay": self.cfg.weight_decay},
-            {"params": [p for p in trained if p.ndim == 1], "weight_decay": 0.0},
+        self.plan = [
+            epoch_updates(self.selection.entries, cfg.batch_tokens, seed=cfg.seed, epoch=epoch)
+            for epoch in range(cfg.epochs)
         ]
-        optimizer = torch.optim.AdamW(groups, lr=self.cfg.learning_rate, betas=(0.9, 0.95))
-        warmup = math.ceil(self.cfg.warmup_share * self.total_updates)
-        return optimizer, get_cosine_schedule_with_warmup(optimizer, warmup, self.total_updates)
+        self.first = [0, *itertools.accumulate(len(updates) for updates in self.plan)]
+        self.replica = self._weights(target)
+        self.heldout = Heldout(self.store, self.head.head, self.place.device)
+        self.optimizers = make_optimizers(self.replica.named, cfg)
+        self.at = Position(updates=self.first[-1])
+        self.tracker = Tracker(cfg, folders.metrics, writes=self.place.rank == 0)
+        self._saved_s = time.monotonic()
+
+    def _weights(self, target: Target) -> Replicated | Sharded:
+        cfg, head = self.cfg, TargetHead(target)
+        if cfg.warm_start:
+            drafter = warm_drafter(cfg, target, head, self.vocab, self.store.slots)
+        else:
+            drafter = new_drafter(cfg, target, head, self.vocab, self.store.slots)
+        free = available_bytes(self.place.device, min(self.place.world, cfg.processes))
+        numbers = head.head.numel() + head.embedding.numel()
+        need = estimate(drafter, cfg, self.plan[0], self.place.world, numbers)
+        check_memory(need, free, cfg, self.place.device)
+        self.head = FullHead(head, self.place.device, cfg.loss_temperature)
+        self.draft_head = self.head.head.head[self.vocab.target_ids.to(self.place.device)]
+
+        def objective(computing: Any) -> Objective:
+            if cfg.recompute:
+                recompute_mlp(computing)
+            return Objective(computing, self.draft_head, cfg)
+
+        kind = Sharded if cfg.sharding == "fsdp" else Replicated
+        return kind(drafter.to(self.place.device), objective, DTYPES[cfg.precision], self.place)
 
     def run(self) -> None:
         """Train to the last epoch, from the last checkpoint if there is one."""
         self._resume()
-        if self.epoch == 0 and self.rank == 0:
+        if self.at.update == 0:
             self._log(self._evaluation() | self._baselines())
-        for epoch in range(self.epoch, self.cfg.epochs):
-            batches = epoch_batches(
-                self.train_rows,
-                self.cfg.batch_rows,
-                seed=self.cfg.seed,
-                epoch=epoch,
-                rank=self.rank,
-                world=self.world,
-            )
-            for entries in batches:
-                self._log(self._update(entries, epoch))
-            self.epoch = epoch + 1
-            if self.epoch % self.cfg.checkpoint_every == 0 or self.epoch == self.cfg.epochs:
-                self._checkpoint()
+        while self.at.epoch < self.cfg.epochs:
+            epoch = self.at.epoch
+            updates = self.plan[epoch][self.at.update - self.first[epoch] :]
+            parts = self._parts(updates)
+            due = False
+            for update in updates:
+                if due:
+                    self._save()
+                due = self._update(update, parts)
+            self.at.epoch = epoch + 1
+            if self.at.epoch % self.cfg.checkpoint_every == 0 or self.at.epoch == self.cfg.epochs:
+                self._judge()
+            elif due:
+                self._save()
+        self.tracker.close()
 
-    def _update(self, entries: list[Any], epoch: int) -> dict[str, Any]:
-        started = time.perf_counter()
-        self.drafter.train()
-        losses, counts = self._losses(load_batch(self.store, entries)) if entries else ([], [])
-        # Sums of all ranks: the mean is over all their positions, and so are the logged numbers.
-        counts = [
-            self._over_ranks(c) for c in counts or [StepCounts(0, 0, 0, 0.0)] * self.cfg.steps
-        ]
-        tokens = int(self._sum_over_ranks([float(sum(e.tokens for e in entries))])[0])
-        weights = [self.cfg.step_weight**k for k in range(self.cfg.steps)]
-        scale = [w / sum(weights) / max(c.inside, 1) for w, c in zip(weights, counts, strict=True)]
-        self.optimizer.zero_grad(set_to_none=True)
-        if losses:
-            total = torch.stack([loss * s for loss, s in zip(losses, scale, strict=True)]).sum()
-            if not torch.isfinite(total):
-                raise UserError(
-                    f"the loss is {float(total)} at update {self.step}",
-                    where=self.folders.metrics,
-                    next="lower learning_rate; the last good checkpoint is kept",
-                )
-            total.backward()
-        norm = self._reduce_and_clip()
-        self.optimizer.step()
-        rate = self.schedule.get_last_lr()[0]
-        self.schedule.step()
-        self.step += 1
-        elapsed_s = time.perf_counter() - started
-        self.seconds += elapsed_s
-        return {
-            "kind": "train",
-            "update": self.step,
-            "updates": self.total_updates,
-            "epoch": epoch,
-            "learning_rate": rate,
-            "grad_norm": round(norm, 4),
-            "seconds": round(self.seconds, 2),
-            "tokens": tokens,
-            "tokens_per_s": round(tokens / elapsed_s, 1),
-            "steps": [_shown(c) for c in counts],
-        }
-
-    def _losses(self, batch: Batch) -> tuple[list[Tensor], list[StepCounts]]:
-        greedy = torch.cat([self.greedy[i] for i in batch.ids])
-        normed = self.head.normed(batch.last.float())
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.cfg.precision == "bfloat16"):
-            teacher = make_teacher(batch.rows, normed, greedy, self.draft_head, self.cfg.steps)
-            made = unroll(
-                self.drafter, batch.rows, batch.states.float(), self.cfg.steps, feed="truth"
-            )
-            pairs = [step_loss(self.drafter, batch.rows, m, teacher, k) for k, m in enumerate(made)]
-        return [loss for loss, _ in pairs], [count for _, count in pairs]
-
-    def _over_ranks(self, own: StepCounts) -> StepCounts:
-        positions, inside, right, loss_sum = self._sum_over_ranks(
-            [float(n) for n in (own.positions, own.inside, own.right, own.loss_sum)]
+    def _parts(self, updates: list[Entries]) -> Parts:
+        """This rank's parts of the updates, in order, read ahead by one."""
+        rank, world, each = self.place.rank, self.place.world, self.cfg.accumulate
+        mine = itertools.chain.from_iterable(
+            share_out(update, world * each)[rank::world] for update in updates
         )
-        return StepCounts(int(positions), int(inside), int(right), loss_sum)
+        load = partial(load_batch, self.store, device=self.place.device)
+        return prefetched(lambda entries: load(entries=entries) if entries else None, mine)
 
-    def _sum_over_ranks(self, values: list[float]) -> list[float]:
-        if self.world == 1:
-            return values
-        tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor)
-        return tensor.tolist()
+    def _update(self, update: Entries, parts: Parts) -> bool:
+        """One optimizer update; returns whether a checkpoint is due."""
+        started, cfg = time.perf_counter(), self.cfg
+        scales = step_scales(update, cfg.steps, cfg.step_weight)
+        self.replica.start()
+        found = [
+            self._backward(next(parts), scales, last=index == cfg.accumulate - 1)
+            for index in range(cfg.accumulate)
+        ]
+        counts, due, bad = self._over_ranks(found)
+        norm = self.replica.clip(cfg.max_grad_norm)
+        self._check_finite(update, bad, norm)
+        rate = cfg.learning_rate * rate_share(self.at.update, self.at.updates, cfg.warmup_share)
+        set_rate(self.optimizers, rate)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.at.update += 1
+        elapsed_s, tokens = time.perf_counter() - started, sum(e.tokens for e in update)
+        self.at.seconds += elapsed_s
+        self._log(
+            {
+                "kind": "train",
+                "update": self.at.update,
+                "updates": self.at.updates,
+                "epoch": self.at.epoch,
+                "learning_rate": rate,
+                "grad_norm": round(norm, 4),
+                "seconds": round(self.at.seconds, 2),
+                "tokens": tokens,
+                "tokens_per_s": round(tokens / elapsed_s, 1),
+                "steps": [_shown(c) for c in counts],
+            }
+        )
+        return due
 
-    def _reduce_and_clip(self) -> float:
-        """Sum gradients over ranks (each holds its share of the global mean), then clip."""
-        trained = [p for p in self.drafter.parameters() if p.requires_grad]
-        if self.world > 1:
-            for parameter in trained:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                dist.all_reduce(parameter.grad)
-        return float(torch.nn.utils.clip_grad_norm_(trained, self.cfg.max_grad_norm))
+    def _backward(
+        self, batch: Batch | None, scales: list[float], *, last: bool
+    ) -> list[StepCounts]:
+        if batch is None:
+            return self.replica.backward(None, None, scales, last=last)
+        return self.replica.backward(batch, self.head.labels(batch), scales, last=last)
+
+    def _over_ranks(self, own: list[list[StepCounts]]) -> tuple[list[StepCounts], bool, list[bool]]:
+        """(counts of every step, whether a checkpoint is due, which parts were not finite), over
+        all parts of all ranks, in one message."""
+        rank, world, steps = self.place.rank, self.place.world, self.cfg.steps
+        numbers = [0.0] * (_COUNTS * steps)
+        bad = [0.0] * (world * len(own))
+        for index, part in enumerate(own):
+            for k, c in enumerate(part):
+                for i, n in enumerate(astuple(c)):
+                    numbers[_COUNTS * k + i] += n
+                if c.loss_sum - c.loss_sum != 0:  # infinity or NaN
+                    bad[index * world + rank] = 1.0
+        waited_s = time.monotonic() - self._saved_s
+        due = rank == 0 and waited_s >= self.cfg.checkpoint_every_s
+        numbers, bad = _split(self.place.sum([*numbers, *bad, float(due)]), len(numbers))
+        of_steps = (numbers[i : i + _COUNTS] for i in range(0, len(numbers), _COUNTS))
+        counts = [StepCounts(int(a), int(b), int(c), d, e) for a, b, c, d, e in of_steps]
+        return counts, bool(bad[-1]), [bool(flag) for flag in bad[:-1]]
+
+    def _check_finite(self, update: Entries, bad: list[bool], norm: float) -> None:
+        """Stop before the optimizer takes over what is not finite: weights are still good."""
+        if not any(bad) and norm - norm == 0:
+            return
+        shares = share_out(update, len(bad))
+        named = [e.id for share, flag in zip(shares, bad, strict=True) if flag for e in share]
+        what = "loss" if any(bad) else "gradient"
+        ids = named or [e.id for e in update]
+        raise UserError(
+            f"the {what} is not finite at update {self.at.update + 1}, in conversations "
+            + ", ".join(ids[:8])
+            + (f" and {len(ids) - 8} more" if len(ids) > 8 else ""),
+            where=self.folders.metrics,
+            next="look at these conversations' states, or lower learning_rate and run again: "
+            "checkpoints/last is from before",
+        )
 
     def _evaluation(self) -> dict[str, Any]:
-        self.drafter.eval()
+        """Every rank must ask; rank 0 judges."""
         started = time.perf_counter()
-        sets = evaluate(self.drafter, self.heldout, self.cfg.num_speculative_tokens)
+        drafter = self.replica.whole_drafter()
+        found: dict[str, Any] = {"sets": {}}
+        if self.place.rank == 0:
+            drafter.eval()
+            found = self.heldout.judge(drafter, self.draft_head, self.cfg.num_speculative_tokens)
+            drafter.train()
         return {
             "kind": "evaluation",
-            "epoch": self.epoch,
-            "update": self.step,
-            "sets": sets,
+            "epoch": self.at.epoch,
+            "update": self.at.update,
+            **found,
             "seconds": round(time.perf_counter() - started, 2),
         }
 
     def _baselines(self) -> dict[str, Any]:
-        answers = [
-            row.token_ids[row.entry.prompt_tokens :].tolist()
-            for row in self.store.rows(self.train_rows)
-        ]
-        ngrams = NgramBaseline(answers)
-        return {
-            "baselines": ngrams.evaluate(self.heldout, self.cfg.num_speculative_tokens),
-            "skipped_rows": self.skipped_rows,
-            "tokens": dict(Counter(train=sum(map(len, answers)))),
+        chosen = self.selection
+        facts = {
+            "skipped_rows": chosen.skipped_rows,
+            "cut_rows": chosen.cut_rows,
+            "cut_tokens": chosen.cut_tokens,
+            "tokens": {"train": chosen.answer_tokens},
+            "verdict": verdict(chosen.answer_tokens),
         }
+        if self.place.rank > 0:
+            return facts
+        answers, tokens = [], 0
+        for entry in chosen.entries:
+            if tokens < _BASELINE_TOKENS:
+                answers.append(token_ids(self.store, entry)[entry.prompt_tokens :].tolist())
+                tokens += len(answers[-1])
+        steps = self.cfg.num_speculative_tokens
+        return facts | {"baselines": NgramBaseline(answers).evaluate(self.heldout.tokens(), steps)}
 
     def _log(self, row: dict[str, Any]) -> None:
-        if self.rank == 0:
-            with self.folders.metrics.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+        self.tracker.log(row)
 
-    def _checkpoint(self) -> None:
-        if self.rank == 0:
-            result = self._evaluation()
-            self._log(result)
-            length = result["sets"].get("workload", {}).get("acceptance_length") or 0.0
-            if length >= self.best_length:
-                self.best_length = length
-                replace_folder(self.folders.best, self._write_weights)
-            replace_folder(self.folders.last, self._write_all)
-        if self.world > 1:
-            dist.barrier()
+    def _judge(self) -> None:
+        """Evaluate, keep the best, and checkpoint."""
+        result = self._evaluation()
+        self._log(result)
+        length = result["sets"].get("workload", {}).get("acceptance_length") or 0.0
+        drafter = self.replica.whole_drafter()
+        if self.place.rank == 0 and length >= self.at.best_length:
+            self.at.best_length = length
+            save_checkpoint(self.folders.best, drafter, self.at)
+        self._save()
 
-    def _write_weights(self, folder: Path) -> None:
-        save_file(drafter_tensors(self.drafter, torch.float32, embeddings=False), folder / _WEIGHTS)
-        write_json(
-            folder / "state.json",
-            {
-                "epoch": self.epoch,
-                "update": self.step,
-                "best_length": self.best_length,
-                "seconds": self.seconds,
-            },
-        )
-
-    def _write_all(self, folder: Path) -> None:
-        self._write_weights(folder)
-        state = {"optimizer": self.optimizer.state_dict(), "schedule": self.schedule.state_dict()}
-        torch.save(state, folder / _OPTIMIZER)
+    def _save(self) -> None:
+        """``checkpoints/last``; every rank must ask, rank 0 writes."""
+        drafter = self.replica.whole_drafter()
+        state = state_tensors(self.optimizers, self.replica.named)
+        if self.place.rank == 0:
+            save_checkpoint(self.folders.last, drafter, self.at, state)
+        self._saved_s = time.monotonic()
 
     def _resume(self) -> None:
-        rows = read_jsonl(self.folders.metrics)
-        if (self.folders.last / "state.json").exists():
-            state = read_json(self.folders.last / "state.json")
-            self.epoch, self.step = state["epoch"], state["update"]
-            self.best_length, self.seconds = state["best_length"], state["seconds"]
-            load_weights(self.drafter, self.folders.last)
-            saved = torch.load(self.folders.last / _OPTIMIZER, weights_only=True)
-            self.optimizer.load_state_dict(saved["optimizer"])
-            self.schedule.load_state_dict(saved["schedule"])
-        if self.rank == 0:  # updates after the checkpoint are made again
-            kept = [row for row in rows if row["update"] <= self.step and self.epoch > 0]
-            text = "".join(json.dumps(row) + "\n" for row in kept)
-            self.folders.metrics.write_text(text, encoding="utf-8")
+        resumes = has_checkpoint(self.folders.last)
+        if resumes:
+            self.at = read_position(self.folders.last, self.at.updates)
+            self.replica.load(read_weights(self.folders.last))
+            state = read_optimizer(self.folders.last)
+            load_state(self.optimizers, self.replica.named, state, self.folders.last)
+        self.tracker.truncate(self.at.update, keep=resumes)
 
 
-def load_weights(drafter: Drafter, checkpoint: Path) -> None:
-    """Weights of a training checkpoint; the embedding stays as it is (the target's)."""
-    tensors = load_file(checkpoint / _WEIGHTS)
-    missing = drafter.load_state_dict(tensors, strict=False).missing_keys
-    assert all(name.startswith("embed_tokens") for name in missing), missing
+def _open_states(folders: Folders, target: Target) -> StateStore:
+    store = StateStore(folders.states)
+    if store.target_fingerprint != target.fingerprint:
+        raise UserError(
+            f"the states are of another target ({store.target_fingerprint})",
+            expected=target.fingerprint,
+            where=folders.states,
+            next="eagle3 run PROFILE 02",
+        )
+    return store
+
+
+def _split(values: list[float], at: int) -> tuple[list[float], list[float]]:
+    return values[:at], values[at:]
 
 
 def _shown(count: StepCounts) -> dict[str, Any]:
@@ -335,4 +308,5 @@ def _shown(count: StepCounts) -> dict[str, Any]:
         "inside": count.inside,
         "right": count.right,
         "loss": round(count.loss_sum / max(count.inside, 1), 4),
+        "overlap": round(count.overlap_sum / max(count.inside, 1), 4),
     }

@@ -1,30 +1,50 @@
 """The training-time-test loss: soft targets over the draft vocabulary, fp32, answers only.
 
-At step k and base position p the target's distribution after x[p+1+k], restricted to the draft
-vocabulary and renormalised, is the label of the drafter's distribution (EAGLE-3, arXiv 2503.01840,
-section 3.2). Positions whose most likely target token is outside the draft vocabulary can't be
-accepted whatever the drafter says: they carry no loss, and are counted.
+At step k and base position p the target's distribution after x[p+1+k] is the label of the drafter's
+distribution (EAGLE-3, arXiv 2503.01840, section 3.2). Positions whose most likely target token is
+outside the draft vocabulary can't be accepted by a greedy target whatever the drafter says: they
+carry no loss, and are counted. At the others the target's probabilities are renormalised over the
+draft vocabulary for divergences, and left as they are for what counts acceptance (``kinds.py``).
+
+    labels = label_steps(rows, greedy, draft_ids, steps)       what counts: masks alone
+    scale = step_scale(labels of all ranks, weights)           so that ranks add up to one process
+    loss, sums = ttt_loss(drafter, made, labels, teacher, ...) the fused head, see ``fused.py``
+    counts = step_counts(labels, sums)                         waits for the device
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from eagle3lib.drafter.align import label_exists, teacher_index
 from eagle3lib.drafter.model import Drafter, PackedRows, Step
+from eagle3lib.training.fused import BUFFER_BYTES, HeadLoss, head_loss
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """The target's next-token distribution at positions that some step needs, one row each."""
+    """The target's next-token distributions, as the states and the head that make them."""
 
-    log_probs: Float[Tensor, "U D"]  # over the draft vocabulary, renormalised, fp32
-    greedy: Int64[Tensor, " U"]  # target id of the most likely token of the whole vocabulary
-    row_of: Int64[Tensor, " N"]  # packed token index -> row here, -1 where there is none
+    normed: Float[Tensor, "N Ht"]  # final states after the target's norm
+    draft_head: Float[Tensor, "D Ht"]  # rows of its output matrix in the draft vocabulary
+    # log sum exp(logits / temperature) over its whole vocabulary. None: as if the draft vocabulary
+    # were all of it, so that probabilities of acceptance come out too high by what is outside.
+    full_logsumexp: Float[Tensor, " N"] | None = None
+
+
+@dataclass(frozen=True)
+class StepLabels:
+    """Which positions carry loss in which step, on the CPU."""
+
+    row: Int64[Tensor, "T P"]  # packed index of the state that makes the label, -1: no loss
+    token: Int64[Tensor, "T P"]  # draft id of the target's greedy token, 0 where there is no loss
+    positions: list[int]  # [T] labels that exist
+    inside: list[int]  # [T] ... whose target token is in the draft vocabulary: these carry loss
 
 
 @dataclass(frozen=True)
@@ -34,41 +54,80 @@ class StepCounts:
     positions: int  # labels that exist
     inside: int  # ... whose target token is in the draft vocabulary: these carry the loss
     right: int  # ... and whose greedy draft is the target's greedy token
-    loss_sum: float  # cross-entropy of the loss positions, nats
+    loss_sum: float  # over the loss positions, nats (of ``kl``: without the target's entropy)
+    overlap_sum: float  # of sum min(p, q) there: expected acceptances of sampled drafts
 
 
-@torch.no_grad()
-def make_teacher(
+def no_counts(steps: int) -> list[StepCounts]:
+    return [StepCounts(0, 0, 0, 0.0, 0.0)] * steps
+
+
+def draft_ids(t2d: Tensor) -> Int64[Tensor, " V"]:
+    """Target id -> draft id, -1 outside the draft vocabulary (which keeps the target's order)."""
+    return torch.where(t2d, t2d.long().cumsum(0) - 1, -1)
+
+
+def label_steps(
     rows: PackedRows,
-    normed: Float[Tensor, "N H"],
     greedy: Int64[Tensor, " N"],
-    draft_head: Float[Tensor, "D H"],
+    draft_of: Int64[Tensor, " V"],
     steps: int,
-) -> Teacher:
-    """``normed``: the target's final states after its norm; ``greedy``: its greedy next token after
-    each state; ``draft_head``: the rows of its output matrix that the draft vocabulary holds."""
-    needed = torch.zeros(len(rows.token_ids), dtype=torch.bool)
-    for step in range(steps):
-        exists = label_exists(rows.base, step, rows.total)
-        needed[(rows.row_start + teacher_index(rows.base, step))[exists]] = True
-    row_of = torch.full((len(needed),), -1)
-    row_of[needed] = torch.arange(int(needed.sum()))
-    logits = normed[needed] @ draft_head.T
-    return Teacher(logits.float().log_softmax(-1), greedy[needed], row_of)
+) -> StepLabels:
+    """``greedy``: the target's most likely next token after each state (anything where no label
+    looks); ``draft_of``: ``draft_ids``."""
+    base, total, start = rows.base.cpu(), rows.total.cpu(), rows.row_start.cpu()
+    exists = torch.stack([label_exists(base, k, total) for k in range(steps)])
+    index = torch.stack([start + teacher_index(base, k) for k in range(steps)])
+    index = torch.where(exists, index, 0)
+    token = draft_of.cpu()[greedy.cpu()[index].clamp(min=0)]
+    inside = exists & (token >= 0)
+    return StepLabels(
+        row=torch.where(inside, index, -1),
+        token=torch.where(inside, token, 0),
+        positions=exists.sum(1).tolist(),
+        inside=inside.sum(1).tolist(),
+    )
 
 
-def step_loss(
-    drafter: Drafter, rows: PackedRows, made: Step, teacher: Teacher, step: int
-) -> tuple[Float[Tensor, ""], StepCounts]:
-    """(sum of the cross-entropy over the step's loss positions, its counts)."""
-    exists = label_exists(rows.base, step, rows.total)
-    index = teacher.row_of[
-        (rows.row_start + teacher_index(rows.base, step)).clamp(max=len(teacher.row_of) - 1)
+def step_scale(labels: Sequence[int], weights: Sequence[float]) -> list[float]:
+    """What a position of each step counts: the loss is the weighted mean over steps of the mean
+    over labels. ``labels`` are those of all ranks, whose losses then add up."""
+    return [w / sum(weights) / max(n, 1) for w, n in zip(weights, labels, strict=True)]
+
+
+def ttt_loss(
+    drafter: Drafter,
+    made: Sequence[Step],
+    labels: StepLabels,
+    teacher: Teacher,
+    scale: Sequence[float],
+    *,
+    kind: str = "kl",
+    temperature: float = 1.0,
+    buffer_bytes: int = BUFFER_BYTES,
+) -> tuple[Float[Tensor, ""], Float[Tensor, "T 3"]]:
+    """(loss, sums for ``step_counts``). ``kind`` is one of ``kinds.KINDS``; ``temperature`` divides
+    both sides' logits. The loss has one backward, which only multiplies: its gradients are made
+    here, chunk by chunk, in ``buffer_bytes`` (a chunk's size changes nothing but speed)."""
+    spec = HeadLoss(
+        kind=kind,
+        temperature=temperature,
+        teacher=labels.row,
+        token=labels.token,
+        scale=scale,
+        norm=drafter.norm,
+        states=teacher.normed,
+        draft_head=teacher.draft_head,
+        full_logsumexp=teacher.full_logsumexp,
+        buffer_bytes=buffer_bytes,
+    )
+    return head_loss(spec, [step.hidden for step in made], drafter.lm_head.weight)
+
+
+def step_counts(labels: StepLabels, sums: Float[Tensor, "T 3"]) -> list[StepCounts]:
+    return [
+        StepCounts(positions, inside, round(right), loss, overlap)
+        for positions, inside, (loss, overlap, right) in zip(
+            labels.positions, labels.inside, sums.tolist(), strict=True
+        )
     ]
-    inside: Bool[Tensor, " P"] = exists & (index >= 0)
-    inside &= drafter.t2d[teacher.greedy[index.clamp(min=0)]]
-    chosen, labels = made.hidden[inside], index[inside]
-    log_q = drafter.logits(chosen).float().log_softmax(-1)
-    loss = -(teacher.log_probs[labels].exp() * log_q).sum()
-    right = drafter.target_ids(log_q.argmax(-1)) == teacher.greedy[labels]
-    return loss, StepCounts(int(exists.sum()), len(labels), int(right.sum()), float(loss.detach()))

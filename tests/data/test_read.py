@@ -12,7 +12,8 @@ import pytest
 from eagle3lib.data.prompts import prompt_id, read_prompts, read_source
 from eagle3lib.data.read import read_rows
 from eagle3lib.lab.errors import UserError
-from eagle3lib.lab.params import GenerateParams, hub_id
+from eagle3lib.lab.params import GenerateParams
+from eagle3lib.lab.phase_params import hub_id
 
 TOOL = {"type": "function", "function": {"name": "weather"}}
 CALL = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
@@ -188,7 +189,7 @@ def test_a_value_that_json_cannot_hold_is_a_reason(tmp_path):
         ("a.csv", b"prompt\n", "no usable prompt"),
         ("a.json", b"[]", "no usable prompt"),
         ("folder/x.jsonl", b"{}", "not a saved datasets folder"),
-        ("other/none.jsonl", None, "there is no prompt file"),
+        ("other/none.jsonl", None, "there is no file of prompts"),
     ],
 )
 def test_a_source_that_is_not_what_it_says_is_one_user_error(tmp_path, name, content, reason):

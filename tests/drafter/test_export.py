@@ -4,14 +4,12 @@ import json
 import shutil
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
-from eagle3lib.drafter.checkpoint import drafter_tensors
 from eagle3lib.drafter.vocab import VocabMap
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.machine import ROOT
 from eagle3lib.lab.params import ExportParams, TrainParams
+from eagle3lib.training.checkpoints import Position, save_checkpoint
 
 NAME = "05_export_drafter"
 
@@ -33,11 +31,7 @@ def run_notebook(tiny_target, tiny_states, tiny_vocab, random_drafter, tmp_path,
     drafter.d2t.copy_(vocab.d2t)
     drafter.t2d.copy_(vocab.t2d)
     best = run / "04_train_drafter" / "checkpoints" / "best"
-    best.mkdir(parents=True)
-    save_file(
-        drafter_tensors(drafter, torch.float32, embeddings=False), best / "drafter.safetensors"
-    )
-    (best / "state.json").write_text(json.dumps({"epoch": 2, "best_length": 1.5}))
+    save_checkpoint(best, drafter, Position(epoch=2, best_length=1.5))
     params = TrainParams(run="r", target=str(tiny_target.folder)).model_dump(mode="json")
     inputs = {"params": params, "upstream": {}}
     manifest = {"fingerprint": "x", "finished": "", "duration_s": 1.0, "artefacts": {}}

@@ -14,12 +14,13 @@ from eagle3lib.drafter.config import OPTIONS, DrafterConfig
 from eagle3lib.drafter.model import Drafter, PackedRows, unroll
 from eagle3lib.drafter.vocab import build_vocab_map, count_tokens
 from eagle3lib.engine.client import Client
-from eagle3lib.engine.vllm import EngineConfig, VllmServer
+from eagle3lib.engine.config import EngineConfig
+from eagle3lib.engine.launch import EngineServer
 from eagle3lib.measure.arms import RequestRow
 from eagle3lib.target.capture import forward_states
 from eagle3lib.target.folder import open_target
 from eagle3lib.target.model import TargetHead, load_target
-from eagle3lib.training.loss import make_teacher, step_loss
+from eagle3lib.training.loss import Teacher, draft_ids, label_steps, step_scale, ttt_loss
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -54,15 +55,16 @@ def trained(target, head, rows, states, slots):
     set_vocab(drafter, vocab)
     slots_states = torch.cat([s[:, :-1].flatten(1) for s in states])
     normed = head.normed(torch.cat([s[:, -1] for s in states]))
-    teacher = make_teacher(
-        packed, normed, (normed @ head.head.T).argmax(-1), head.head[vocab.target_ids], STEPS
-    )
+    greedy = (normed @ head.head.T).argmax(-1)
+    labels = label_steps(packed, greedy, draft_ids(drafter.t2d), STEPS)
+    teacher = Teacher(normed, head.head[vocab.target_ids])
+    scale = step_scale(labels.positions, [1.0] * STEPS)
     optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], lr=1e-3)
     for _ in range(UPDATES):
         made = unroll(drafter, packed, slots_states, STEPS, feed="truth")
-        losses = [step_loss(drafter, packed, m, teacher, k)[0] for k, m in enumerate(made)]
+        loss, _ = ttt_loss(drafter, made, labels, teacher, scale)
         optimizer.zero_grad()
-        (sum(losses) / len(packed.base)).backward()
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
         optimizer.step()
     return drafter.eval()
@@ -91,7 +93,7 @@ def test_vllms_rounds_are_the_simulators_with_every_option_on(tmp_path):
         target.folder, "float32", 512, max_num_seqs=1, drafter=folder, num_speculative_tokens=STEPS
     )
     served = []
-    with VllmServer(engine, log=tmp_path / "vllm.log") as server:
+    with EngineServer(engine, log=tmp_path / "vllm.log") as server:
         client = Client(server.url)
         for i, messages in enumerate(asked):
             a = client.chat(messages, max_tokens=TOKENS, temperature=0.0)

@@ -5,9 +5,10 @@ from typing import Literal, get_origin
 
 import pytest
 
-from eagle3lib.lab import params
 from eagle3lib.lab.errors import UserError
+from eagle3lib.lab.machine import ROOT
 from eagle3lib.lab.params import PHASES, GenerateParams, TrainParams
+from eagle3lib.lab.phase_params import resolve
 
 FIELDS = [(model, name) for model in PHASES.values() for name in model.model_fields]
 
@@ -121,8 +122,8 @@ def test_phases_are_in_order_and_need_only_earlier_ones():
 
 def test_input_files_are_found_from_the_repository_and_empty_ones_left_out(tmp_path):
     cfg = GenerateParams(workload="params/some.jsonl", general="")
-    assert cfg.input_files() == {"workload": params.ROOT / "params/some.jsonl"}
-    assert params.resolve(str(tmp_path)) == tmp_path
+    assert cfg.input_files() == {"workload": ROOT / "params/some.jsonl"}
+    assert resolve(str(tmp_path)) == tmp_path
 
 
 def test_several_answers_to_a_prompt_need_a_temperature():

@@ -1,0 +1,29 @@
+"""The one look of every figure: readable in print, colour-blind safe.
+
+Colours are Okabe and Ito's; a series keeps its colour in every figure.
+"""
+
+from __future__ import annotations
+
+import plotly.graph_objects as go
+
+BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#6e6e6e"
+SKY, VERMILION, PALE, YELLOW = "#56B4E9", "#D55E00", "#c9c9c9", "#F0E442"
+ENGINE, SIMULATOR, BASELINE, PLAIN_ARM = BLUE, ORANGE, GREY, GREY
+PARTS = (BLUE, PALE, GREEN, ORANGE, PURPLE, SKY, VERMILION, YELLOW)
+SET_COLOURS = {"workload": BLUE, "general": GREEN}
+LEAST_LABELLED = 0.04  # share below which a part has no room for its number
+
+
+def styled(figure: go.Figure, title: str, x: str, y: str, height: int = 380) -> go.Figure:
+    figure.update_layout(
+        title={"text": title, "x": 0, "xanchor": "left", "font": {"size": 16}},
+        template="plotly_white",
+        height=height,
+        margin={"l": 60, "r": 20, "t": 56, "b": 50},
+        legend={"orientation": "h", "y": 1.02, "x": 1, "xanchor": "right", "yanchor": "bottom"},
+        font={"family": "system-ui, sans-serif", "size": 13},
+    )
+    figure.update_xaxes(title=x)
+    figure.update_yaxes(title=y)
+    return figure

@@ -1,0 +1,120 @@
+"""Drafter, teacher and loss as one differentiable forward: the only place that calls the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from eagle3lib.drafter.model import Drafter, unroll
+from eagle3lib.lab.params import TrainParams
+from eagle3lib.target.model import DTYPES, TargetHead
+from eagle3lib.training.data import Batch, Entries, label_counts
+from eagle3lib.training.loss import (
+    StepCounts,
+    Teacher,
+    draft_ids,
+    label_steps,
+    no_counts,
+    step_counts,
+    step_scale,
+    ttt_loss,
+)
+
+
+@dataclass(frozen=True)
+class Labels:
+    """What the target says of a batch, [N] each."""
+
+    normed: Tensor  # [N, Ht]: final states after its norm
+    greedy: Tensor  # its most likely next token, -1 before the last prompt token
+    logsumexp: Tensor  # of its whole vocabulary's logits / temperature, fp32
+
+
+class FullHead:
+    """The target's norm and whole head on a device.
+
+    What it says of a conversation is kept once made: the full head at every epoch would cost more
+    than the drafter's own. Memory: 12 bytes a token that this process has met.
+    """
+
+    def __init__(self, head: TargetHead, device: torch.device, temperature: float = 1.0):
+        for name in ("embedding", "norm", "head"):
+            setattr(head, name, getattr(head, name).to(device))
+        self.head, self.temperature = head, temperature
+        self._known: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def labels(self, batch: Batch) -> Labels:
+        """Of every token; what no label looks at is -1 and 0."""
+        parts, start = [], 0
+        for entry in batch.entries:
+            if entry.id not in self._known:
+                first = entry.prompt_tokens - 1
+                states = batch.last[start + first : start + entry.tokens].float()
+                tokens, sums = self.head.greedy_and_logsumexp(states, self.temperature)
+                self._known[entry.id] = (
+                    nn.functional.pad(tokens, (first, 0), value=-1).cpu(),
+                    nn.functional.pad(sums, (first, 0)).cpu(),
+                )
+            parts.append(self._known[entry.id])
+            start += entry.tokens
+        greedy, logsumexp = (torch.cat(part) for part in zip(*parts, strict=True))
+        device = batch.last.device
+        return Labels(self.head.normed(batch.last.float()), greedy, logsumexp.to(device))
+
+
+class Objective(nn.Module):
+    """(loss, counts of every step) of a batch; the loss of no batch is a zero that reaches every
+    weight, so that sharded ranks without rows join the collectives."""
+
+    def __init__(self, drafter: Drafter, draft_head: Tensor, cfg: TrainParams):
+        super().__init__()
+        self.drafter, self.cfg = drafter, cfg
+        self.steps, self.dtype = cfg.steps, DTYPES[cfg.precision]
+        self.draft_head = draft_head.to(self.dtype)
+        self.draft_of = draft_ids(drafter.t2d)
+
+    def forward(
+        self, batch: Batch | None, labels: Labels | None, scales: list[float]
+    ) -> tuple[Tensor, Callable[[], list[StepCounts]]]:
+        """``scales``: factor of each step's summed loss. The counts are a function: asking waits
+        for the device, so ask after the backward is on its way."""
+        if batch is None or labels is None:
+            trained = [p for p in self.drafter.parameters() if p.requires_grad]
+            nothing = torch.stack([p.sum() * 0 for p in trained]).sum()
+            return nothing, lambda: no_counts(self.steps)
+        states, normed = batch.states.to(self.dtype), labels.normed.to(self.dtype)
+        steps = label_steps(batch.rows, labels.greedy, self.draft_of, self.steps)
+        made = unroll(self.drafter, batch.rows, states, self.steps, feed="truth")
+        loss, sums = ttt_loss(
+            self.drafter,
+            made,
+            steps,
+            Teacher(normed, self.draft_head, labels.logsumexp),
+            scales,
+            kind=self.cfg.loss,
+            temperature=self.cfg.loss_temperature,
+        )
+        return loss, lambda: step_counts(steps, sums)
+
+
+def step_scales(update: Entries, steps: int, step_weight: float) -> list[float]:
+    """Factor of each step's summed loss: its weight over the labels of the whole update.
+
+    Labels are counted from lengths alone, so every process knows the factors before its forward;
+    labels outside the draft vocabulary count, though they carry no loss.
+    """
+    return step_scale(label_counts(update, steps), [step_weight**k for k in range(steps)])
+
+
+def recompute_mlp(drafter: Drafter) -> None:
+    """Keep no MLP activations of any step for the backward: 4 I of about 4 I + 12 H numbers a
+    position and step, at the price of one more MLP forward."""
+    mlp: Any = drafter.midlayer.mlp
+    forward: Callable[[Tensor], Tensor] = type(mlp).forward.__get__(mlp)
+    mlp.forward = partial(checkpoint, forward, use_reentrant=False)

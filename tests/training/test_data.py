@@ -1,0 +1,145 @@
+"""Who trains on what: each token once an epoch, however many processes share the work."""
+
+import threading
+from collections import Counter
+
+import pytest
+import torch
+
+from eagle3lib.drafter.align import base_positions, base_span, label_exists
+from eagle3lib.target.states import StateStore
+from eagle3lib.training.data import (
+    epoch_updates,
+    label_counts,
+    load_batch,
+    prefetched,
+    share_out,
+    token_ids,
+    trainable,
+)
+
+
+@pytest.fixture
+def entries(on):
+    """Forty conversations of 6 to 95 tokens."""
+    lengths = torch.randint(6, 96, (40,), generator=torch.Generator().manual_seed(3)).tolist()
+    return [on.entry(i, tokens=n) for i, n in enumerate(lengths)]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_each_token_is_seen_once_an_epoch(entries, world, accumulate):
+    """Whatever the world: ranks share the very updates that one process makes."""
+    one = epoch_updates(entries, 300, seed=3, epoch=5)
+    seen = Counter()
+    for update in one:
+        shares = share_out(update, world * accumulate)
+        assert len(shares) == world * accumulate, "collectives must match"
+        assert Counter(e.id for s in shares for e in s) == Counter(e.id for e in update)
+        seen.update(e.id for share in shares for e in share)
+    assert seen == Counter(e.id for e in entries)
+
+
+def test_updates_hold_as_many_tokens_as_fit(entries):
+    updates = epoch_updates(entries, 300, seed=0, epoch=0)
+    sums = [sum(e.tokens for e in update) for update in updates]
+    assert max(sums) <= 300
+    for tokens, following in zip(sums, updates[1:], strict=False):
+        assert tokens + following[0].tokens > 300
+    assert all(len(u) == 1 for u in epoch_updates(entries, 1, seed=0, epoch=0)), "none is dropped"
+
+
+def test_ranks_are_balanced_by_tokens(entries):
+    """Of many conversations no rank has more than the longest one over another."""
+    shares = share_out(entries, 3)
+    loads = [sum(e.tokens for e in share) for share in shares]
+    assert max(loads) - min(loads) <= 95
+    assert max(loads) < 1.05 * sum(loads) / 3
+    assert share_out(entries[:1], 3)[1:] == [[], []]
+
+
+def test_order_depends_on_seed_and_epoch(entries):
+    def order(**changes):
+        updates = epoch_updates(entries, 300, **({"seed": 0, "epoch": 0} | changes))
+        return [e.id for update in updates for e in update]
+
+    assert order() == order()
+    assert order() != order(epoch=1)
+    assert order() != order(seed=1)
+
+
+def test_trainable_counts_what_it_skips_and_cuts(on):
+    rows = [on.entry(0, 4), on.entry(1, 5), on.entry(2, 6), on.entry(3, 9)]
+    whole = trainable(rows)
+    assert [e.id for e in whole.entries] == ["row-2", "row-3"]
+    assert (whole.skipped_rows, whole.cut_rows, whole.cut_tokens) == (2, 0, 0)
+    cut = trainable(rows, 7)
+    assert [e.tokens for e in cut.entries] == [6, 7]
+    assert (cut.skipped_rows, cut.cut_rows, cut.cut_tokens) == (2, 1, 2)
+    assert trainable(rows, 5).entries == [] and trainable([], 5).skipped_rows == 0
+
+
+def test_labels_are_counted_from_lengths(entries):
+    """The same as asking every position, so factors of the loss need no forward."""
+    for steps in (1, 4):
+        expected = []
+        for step in range(steps):
+            found = [
+                label_exists(
+                    base := base_positions(base_span(e.prompt_tokens, e.tokens)),
+                    step,
+                    torch.full_like(base, e.tokens),
+                ).sum()
+                for e in entries
+            ]
+            expected.append(int(sum(found)))
+        assert label_counts(entries, steps) == expected
+
+
+def test_batch_holds_its_rows_end_to_end(tiny_states):
+    store = StateStore(tiny_states)
+    entries = store.select(split="train")[:3]
+    batch = load_batch(store, entries)
+    rows = list(store.rows(entries))
+    assert batch.entries == entries
+    assert torch.equal(batch.rows.token_ids, torch.cat([r.token_ids for r in rows]))
+    assert torch.equal(batch.states, torch.cat([r.slots for r in rows]))
+    assert torch.equal(batch.last, torch.cat([r.last for r in rows]))
+    assert torch.equal(token_ids(store, entries[1]), rows[1].token_ids)
+
+
+def test_a_cut_row_is_the_beginning_of_the_whole_one(tiny_states):
+    store = StateStore(tiny_states)
+    whole = trainable(store.select(split="train")).entries[:2]
+    cut = trainable(whole, 12).entries
+    batch, first = load_batch(store, cut), store.row(whole[0])
+    assert torch.equal(batch.rows.token_ids[:12], first.token_ids[:12])
+    assert torch.equal(batch.last[:12], first.last[:12])
+
+
+def test_batches_are_read_ahead_by_one():
+    """In order, on another thread, and never more than two of them at once."""
+    made = []
+
+    def load(job):
+        made.append((job, threading.current_thread() is threading.main_thread()))
+        return job * 10
+
+    results = prefetched(load, range(6))
+    for index, result in enumerate(results):
+        assert result == index * 10
+        assert len(made) <= index + 2
+    assert [job for job, _ in made] == list(range(6))
+    assert not any(main for _, main in made)
+
+
+def test_a_fault_of_the_reader_reaches_the_trainer():
+    def load(job):
+        if job == 2:
+            raise ValueError("cut short")
+        return job
+
+    results = prefetched(load, range(4))
+    assert [next(results), next(results)] == [0, 1]
+    with pytest.raises(ValueError, match="cut short"):
+        next(results)
