@@ -326,12 +326,23 @@ class TrainParams(PhaseParams):
 
 class ExportParams(PhaseParams):
     PHASE: ClassVar[str] = "05_export_drafter"
-    FREE: ClassVar[tuple[str, ...]] = ("max_logit_difference",)
+    FREE: ClassVar[tuple[str, ...]] = ("max_logit_difference", "ask_engines")
     UPSTREAM: ClassVar[tuple[str, ...]] = ("04_train_drafter",)
 
     dtype: Dtype = Field("bfloat16", description="bfloat16 or float32, of the exported weights")
     max_logit_difference: float = Field(
         0.0, ge=0, description="largest difference in logits after the reload, same dtype"
+    )
+    serve_with: Literal["both", "vllm"] = Field(
+        "both", description="both engines or vllm alone, which can be told more"
+    )
+    max_shard_mib: int = Field(0, ge=0, description="largest weights file in MiB, 0 for one file")
+    ask_engines: bool = Field(True, description="ask the installed engines what they will read")
+    base_model: str = Field(
+        "", description="Hub id of the target in the model card, its name if empty"
+    )
+    licence: str = Field(
+        "", description="licence in the model card, such as apache-2.0, none if empty"
     )
 
 
