@@ -92,17 +92,50 @@ def tokens(
     thinking: Annotated[
         bool | None, typer.Option(help="the template's switch, its own default if left out")
     ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option(help="run the code that a tokenizer brings with it, Kimi's does")
+    ] = False,
 ) -> None:
     """Print a row with its trained tokens marked; a prompt that differs from the template first."""
-    from eagle3lib.data.template import load_chat_template
-    from eagle3lib.data.tokens_view import read_row, row_text, thinking_arguments, view_row
+    from eagle3lib.data.template import load_chat_template, thinking_arguments
+    from eagle3lib.data.tokens_view import read_row, row_text, view_row
     from eagle3lib.target.folder import open_target
 
     found = read_row(file, row)
     opened = open_target(target)
-    template = load_chat_template(opened.folder, opened.stop_ids(), thinking_arguments(thinking))
+    template = load_chat_template(
+        opened.folder,
+        opened.stop_ids(),
+        thinking_arguments(thinking),
+        trust_remote_code=trust_remote_code,
+    )
     views = view_row(found, template, f"row {row} of {file.name}")
     print("\n\n".join(row_text(v, template, colour=sys.stdout.isatty()) for v in views))
+
+
+@app.command()
+def plan(
+    target: Annotated[str, typer.Argument(help="a profile, a folder, a config.json or a Hub id")],
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME=VALUE]...", help="values of 00_plan")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print the numbers as JSON")] = False,
+    engines: Annotated[bool, typer.Option(help="ask the installed engines (20 s)")] = True,
+) -> None:
+    """What a target costs, whether it fits, and whether speculation pays; from its config alone.
+
+    Exits with 2 when the plan can't fit. Example: eagle3 plan Qwen/Qwen3-8B gpu=h100 epochs=3
+    """
+    import json
+
+    from eagle3lib.lab.finding import raise_errors
+    from eagle3lib.plan.command import plan_of
+    from eagle3lib.plan.plan import plan_text
+
+    made = plan_of(target, words or [], engines=engines)
+    found = {"findings": [f.as_dict() for f in made.findings]}
+    print(json.dumps(made.numbers | found, indent=2) if as_json else plan_text(made))
+    raise_errors(made.findings)
 
 
 @app.command()

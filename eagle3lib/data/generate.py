@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from eagle3lib.data.prompts import Prompt, Reject
-from eagle3lib.data.rows import GAVE_UP, AnswerRow, json_line, read_answers, read_rejects
+from eagle3lib.data.rows import GAVE_UP, GIVEN, AnswerRow, json_line, read_answers, read_rejects
 from eagle3lib.data.turns import Conversation, Sampling, hold
 from eagle3lib.engine.client import Client
 from eagle3lib.engine.pool import Pool, PoolStopped
@@ -164,6 +164,8 @@ class _Book:
         answers = {row.id: row for row in read_answers(folder)}
         surplus = {r["id"]: AnswerRow(**r) for r in read_jsonl(folder / "surplus.jsonl")}
         self.rows = surplus | answers
+        # Answers of others were never asked for: they must not dilute the share of the refused.
+        self._given = sum(row.token_ids_from == GIVEN for row in self.rows.values())
         self._aside = surplus.keys() - answers.keys()
         # Lines without an id are of reading the prompts: those were never asked.
         refused = [r for r in read_rejects(folder) if r["id"] and r["reason"] != GAVE_UP]
@@ -251,12 +253,14 @@ class _Book:
                 f"none of {self._ends.total()} answers can be trained on: {ends}",
                 expected="answers that end by themselves",
                 where=self.folder / "answers.jsonl",
-                next="raise max_new_tokens, or set train_on_cut to true",
+                next="where they are cut: raise max_new_tokens, or set train_on_cut to true; where "
+                "the stop token is missing: check that the server serves this target",
             )
 
     def _check_share(self, least: int) -> None:
         """Raise when too many were refused, of at least ``least``."""
-        refused, asked = len(self._refused), len(self._refused) + len(self.rows)
+        refused = len(self._refused)
+        asked = refused + len(self.rows) - self._given
         if asked >= least and refused > self._limit * asked:
             rows = [r for r in read_rejects(self.folder) if r["id"] in self._refused]
             reasons = Counter(row["reason"] for row in rows).most_common(3)

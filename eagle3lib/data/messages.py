@@ -1,4 +1,5 @@
-"""From a row in one of the common formats to the messages that the target is asked with."""
+"""From a row in one of the common formats to the messages that the target is asked with, and to
+the answer that somebody gave."""
 
 from __future__ import annotations
 
@@ -30,6 +31,8 @@ _TEMPLATE_MARKS = re.compile(
 # An optional system prompt, then user and assistant in turn; an assistant may call tools, and
 # answers after their results. At the end: the user, tool results, or an answer, to be cut off.
 _TURNS = re.compile(r"s?u(?:a(?:t+a)*u)*(?:a(?:t+a)*t*)?")
+# Where an answer stands beside a prompt: TRL, Alpaca and their like.
+ANSWER_COLUMNS = ("completion", "response", "output", "answer")
 _LETTERS = {"system": "s", "user": "u", "assistant": "a", "tool": "t"}
 
 
@@ -43,27 +46,52 @@ class BadRow(ValueError):
 
 @dataclass(frozen=True)
 class Request:
-    """What the target is asked, and which of ``FORMATS`` it was found in."""
+    """What the target is asked, and which of ``FORMATS`` it was found in. ``answer`` is the message
+    that stood at its end, None for none."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
     format: str
-    cut_answer: bool
+    answer: dict[str, Any] | None
 
 
-def request_of(row: Any, prompt_format: PromptFormat, max_prompt_chars: int) -> Request:
-    """Raises ``BadRow`` with the reason when the row is not usable."""
+def request_of(
+    row: Any, prompt_format: PromptFormat, max_prompt_chars: int, *, answered: bool = False
+) -> Request:
+    """Raises ``BadRow`` with the reason when the row is not usable; with ``answered``, also when
+    its last answer isn't."""
     if not isinstance(row, dict):
         raise BadRow("not an object: no list of messages", f"found {type(row).__name__}")
     kind = format_of(row) if prompt_format == "auto" else prompt_format
     if not kind:
         raise BadRow(f"none of {', '.join(FORMATS)}", f"found {', '.join(map(str, row))}"[:200])
     messages = _messages_of(row, kind)
-    cut = _check_turns(messages)
-    messages = [_checked(message) for message in (messages[:-1] if cut else messages)]
+    messages += _answer_beside(row, kind) if answered else []
+    cut = messages.pop() if _check_turns(messages) else None
+    messages = [_checked(message) for message in messages]
     tools = _tools_of(row.get("tools"))
     _check_text(messages, tools, max_prompt_chars)
+    if answered:
+        cut = _checked_answer(cut, max_prompt_chars)
     return Request(messages, tools, kind, cut)
+
+
+def _answer_beside(row: dict[str, Any], kind: str) -> list[Any]:
+    """The answer of a row that holds it in a column of its own, as the last message."""
+    if kind not in ("prompt", "instruction"):
+        return []
+    value = next((row[name] for name in ANSWER_COLUMNS if row.get(name) is not None), None)
+    if isinstance(value, list):  # TRL: messages on both sides
+        return value
+    return [] if value is None else [{"role": "assistant", "content": value}]
+
+
+def _checked_answer(answer: dict[str, Any] | None, max_chars: int) -> dict[str, Any]:
+    if answer is None:
+        raise BadRow("no answer")
+    answer = _checked(answer)
+    _check_text([answer], [], max_chars)
+    return answer
 
 
 def format_of(row: dict[str, Any]) -> str:
@@ -74,7 +102,7 @@ def format_of(row: dict[str, Any]) -> str:
 def _messages_of(row: dict[str, Any], kind: str) -> list[Any]:
     value = row.get(kind)
     if kind == "messages":
-        return _listed(value, kind)
+        return list(_listed(value, kind))
     if kind == "conversations":
         messages = [_from_sharegpt(message) for message in _listed(value, kind)]
     elif kind == "prompt" and isinstance(value, list):

@@ -19,7 +19,7 @@ from typing import Any
 from eagle3lib.data.messages import FORMATS, BadRow, Request, request_of
 from eagle3lib.data.read import read_rows, source_name
 from eagle3lib.lab.errors import UserError
-from eagle3lib.lab.files import read_jsonl, write_text
+from eagle3lib.lab.files import hash_json, read_jsonl, write_text
 from eagle3lib.lab.params import GenerateParams, PromptFormat
 
 HELDOUT_PERCENT = 20
@@ -67,6 +67,7 @@ class PromptFile:
     places: dict[str, str] = field(default_factory=dict)  # prompt id -> where
     formats: Counter[str] = field(default_factory=Counter)  # of the rows that are usable
     cut_answers: list[str] = field(default_factory=list)  # where a last answer was cut off
+    answers: dict[str, dict[str, Any]] = field(default_factory=dict)  # those that are kept, by id
 
     def summary(self) -> str:
         """One line for a reader: ``python_tasks.jsonl: messages, 520 rows``."""
@@ -119,9 +120,13 @@ def read_source(
     set_name: str,
     prompt_format: PromptFormat = "auto",
     max_prompt_chars: int = GenerateParams.model_fields["max_prompt_chars"].default,
+    *,
+    answered: bool = False,
 ) -> PromptFile:
     """Read a file, folder or Hub id; exact duplicates are left out, the first one stays.
 
+    With ``answered`` the last answer of each row is kept in ``answers``, and a row without one is
+    rejected; of two answers to one prompt the one whose hash is less stays, wherever it stands.
     Raises ``UserError`` when the source is not there or is not what its name says.
     """
     found = PromptFile(source_name(source))
@@ -130,26 +135,32 @@ def read_source(
             found.rejects.append(Reject(row.where, row.problem))
             continue
         try:
-            request = request_of(row.value, prompt_format, max_prompt_chars)
+            request = request_of(row.value, prompt_format, max_prompt_chars, answered=answered)
         except BadRow as error:
             found.rejects.append(Reject(row.where, error.reason, detail=error.detail))
             continue
-        _add(found, row.where, request, set_name)
+        _add(found, row.where, request, set_name, answered)
     return found
 
 
-def _add(found: PromptFile, where: str, request: Request, set_name: str) -> None:
+def _add(found: PromptFile, where: str, request: Request, set_name: str, answered: bool) -> None:
     found.formats[request.format] += 1
-    if request.cut_answer:
+    if request.answer is not None and not answered:
         found.cut_answers.append(where)
     key = prompt_id(request.messages, request.tools)
-    if key in found.places:
-        same = f"the same as {key} at {found.places[key]}"
-        found.rejects.append(Reject(where, DUPLICATE, key, same))
+    before = found.places.get(key)
+    if answered and request.answer is not None:
+        known = found.answers.get(key)
+        if known is None or hash_json(request.answer) < hash_json(known):
+            found.answers[key], found.places[key] = request.answer, where
+    else:
+        found.places.setdefault(key, where)
+    if before is None:
+        found.prompts.append(Prompt(key, tuple(request.messages), set_name, tuple(request.tools)))
         return
-    found.places[key] = where
-    prompt = Prompt(key, tuple(request.messages), set_name, tuple(request.tools))
-    found.prompts.append(prompt)
+    stays = found.places[key]
+    same = f"the same as {key} at {stays}"
+    found.rejects.append(Reject(where if stays == before else before, DUPLICATE, key, same))
 
 
 def read_prompts(source: str | Path, set_name: str) -> tuple[list[Prompt], list[Reject]]:

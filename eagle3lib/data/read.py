@@ -15,11 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from eagle3lib.data.messages import ANSWER_COLUMNS
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.params import hub_id, resolve
 
 # The columns that a prompt can be made of: wide data sets carry images and scores beside them.
-COLUMNS = ("messages", "conversations", "prompt", "instruction", "input", "text", "system", "tools")
+PROMPT_COLUMNS = (
+    "messages", "conversations", "prompt", "instruction", "input", "text", "system", "tools",
+)  # fmt: skip
+COLUMNS = (*PROMPT_COLUMNS, *ANSWER_COLUMNS)
 _BATCH_ROWS = 1000
 _BOM = b"\xef\xbb\xbf"
 
@@ -52,7 +56,7 @@ def read_rows(source: str | Path) -> Iterator[ReadRow]:
         yield from _dataset_rows(path.name, _load_from_folder(path))
     elif not path.is_file():
         raise UserError(
-            "there is no prompt file",
+            "there is no file of prompts or answers",
             expected="a .jsonl, .json, .parquet or .csv file, a datasets folder, or hub:ORG/NAME",
             where=path,
         )
@@ -92,7 +96,7 @@ def _read_json(path: Path) -> Iterator[ReadRow]:
         return
     if isinstance(value, dict):
         lists = [item for item in value.values() if isinstance(item, list)]
-        is_row = any(key in value for key in COLUMNS)
+        is_row = any(key in value for key in PROMPT_COLUMNS)
         value = [value] if is_row else lists[0] if len(lists) == 1 else value
     if not isinstance(value, list):
         found = problem or f"{type(value).__name__} without one list in it"
@@ -199,7 +203,9 @@ def _dataset_rows(name: str, dataset: Any) -> Iterator[ReadRow]:
 
 def _known(names: list[str]) -> list[str]:
     """The columns that are read: all of them where none is known, so that a reason can tell."""
-    return [name for name in names if name in COLUMNS] or list(names)
+    if not any(name in PROMPT_COLUMNS for name in names):
+        return list(names)
+    return [name for name in names if name in COLUMNS]
 
 
 def _batch_rows(name: str, batches: Iterable[Any]) -> Iterator[ReadRow]:

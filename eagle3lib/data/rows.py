@@ -20,6 +20,9 @@ from eagle3lib.data.prompts import READING
 from eagle3lib.lab.files import read_jsonl
 
 CUT, LOOPING, EMPTY = "cut by the length limit", "looping", "empty"  # why a row is kept apart
+# Where a row's ids come from: told by the server; rendered from its text by the target's template
+# and checked against it; rendered from somebody else's text, which the target never said.
+SERVED, RENDERED, GIVEN = TOKEN_IDS_FROM = ("served", "rendered", "given")
 REASONING_KINDS = ("complete", "missing", "cut", "empty")
 GAVE_UP = "failed on every try"  # a reject that is asked again when the phase is run again
 _LOOP_TOKENS, _LOOP_REPEATS = 8, 6
@@ -56,6 +59,7 @@ class AnswerRow:
     server: str = ""  # address
     engine: str = ""  # version that the server reports, "" when it reports none
     kept_apart: str = ""
+    token_ids_from: str = SERVED  # one of TOKEN_IDS_FROM
 
     def __post_init__(self) -> None:
         if self.looping and not self.kept_apart:  # rows of before kept_apart

@@ -7,12 +7,16 @@ acceptance measured there says nothing of the training here: the difference is s
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from eagle3lib.lab.errors import UserError
+from eagle3lib.lab.files import read_json
 
 Message = dict[str, Any]
 
@@ -75,18 +79,27 @@ class RefusedTurn(ValueError):
 
 
 def load_chat_template(
-    folder: Path, stop_ids: Sequence[int], arguments: dict[str, Any] | None = None
+    folder: Path,
+    stop_ids: Sequence[int],
+    arguments: dict[str, Any] | None = None,
+    *,
+    trust_remote_code: bool = False,
 ) -> ChatTemplate:
-    """The template of a target's folder. Raises ``UserError`` when there is none."""
+    """The template of a target's folder. Raises ``UserError`` when there is none, or when the
+    tokenizer needs code of the folder's own and ``trust_remote_code`` is false."""
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError) as error:
+        needs_code = "trust_remote_code" in str(error)
         raise UserError(
             f"the target's tokenizer can't be loaded: {error}",
-            expected="a tokenizer that transformers reads without remote code",
+            expected="a tokenizer that transformers reads by itself",
             where=folder,
+            next="read the tokenizer's code, then set trust_remote_code to true"
+            if needs_code
+            else "",
         ) from None
     if not getattr(tokenizer, "chat_template", None):
         raise UserError(
@@ -96,6 +109,37 @@ def load_chat_template(
             next="take the chat model, or put its template into the folder",
         )
     return ChatTemplate(tokenizer, tuple(stop_ids), arguments or {})
+
+
+def stop_ids_of(folder: Path) -> tuple[int, ...]:
+    """End-of-text and end-of-turn ids that a target's files name."""
+    config = read_json(folder / "config.json")
+    inner = config.get("text_config")  # of models that see as well
+    named = [(inner if isinstance(inner, dict) else {}).get("eos_token_id")]
+    named = named if named[0] is not None else [config.get("eos_token_id")]
+    generation = folder / "generation_config.json"
+    if generation.exists():
+        named.append(read_json(generation).get("eos_token_id"))
+    lists = [ids if isinstance(ids, list) else [ids] for ids in named if ids is not None]
+    return tuple(sorted({i for ids in lists for i in ids}))
+
+
+def thinking_arguments(thinking: bool | None) -> dict[str, Any]:
+    """Qwen3 reads ``enable_thinking``, DeepSeek-V3.1 and Kimi-K2.5 ``thinking``; templates leave
+    unknown names alone."""
+    return {} if thinking is None else {"enable_thinking": thinking, "thinking": thinking}
+
+
+def as_servers_read(messages: Sequence[Message]) -> list[Message]:
+    """A call's arguments, in requests a JSON string, as the object that servers hand to the
+    template."""
+    read = copy.deepcopy(list(messages))
+    for call in [c for m in read for c in m.get("tool_calls") or [] if isinstance(c, dict)]:
+        function = call.get("function")
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            with contextlib.suppress(json.JSONDecodeError):
+                function["arguments"] = json.loads(function["arguments"])
+    return read
 
 
 def compare_prompts(rendered: list[int], served: list[int], template: ChatTemplate) -> str:

@@ -7,29 +7,37 @@ view for each assistant turn. A difference between served and rendered prompt is
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import html
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from eagle3lib.data.asked import as_asked
 from eagle3lib.data.render import check_mask, render_turns
+from eagle3lib.data.rows import GIVEN, RENDERED, SERVED
 from eagle3lib.data.template import (
     ChatTemplate,
     RefusedTurn,
     compare_prompts,
     load_chat_template,
     show_tail,
+    thinking_arguments,
 )
 from eagle3lib.lab.errors import UserError
 
+Piece = tuple[str, list[int]]  # text and the ids that it is made of
+
 _BOUNDARY_TOKENS = 6
 _RESET, _PROMPT = "\x1b[0m", "\x1b[2m"
+_SOURCES = {
+    RENDERED: "; the server told no ids, they are rendered from its text",
+    GIVEN: "; the answer is not the target's own, its ids are rendered",
+}
 # Two shades, so that the borders between trained tokens are seen.
-_TRAINED = ("\x1b[30;42m", "\x1b[30;102m")
-_HTML_TRAINED = ("#b7e4c7", "#74c69d")
+_TRAINED, _LEFT_OUT = ("\x1b[30;42m", "\x1b[30;102m"), ("\x1b[30;47m", "\x1b[30;107m")
+_HTML_TRAINED, _HTML_LEFT_OUT = ("#b7e4c7", "#74c69d"), ("#e9e9e9", "#d6d6d6")
 
 
 @dataclass(frozen=True)
@@ -39,11 +47,12 @@ class RowView:
     title: str
     prompt_token_ids: list[int]
     answer_token_ids: list[int]
-    rendered_token_ids: list[int]  # the served prompt, as the template gives it; [] if unknown
+    rendered_token_ids: list[int]  # a served prompt, as the template gives it; [] if unknown
     difference: str
     problems: list[str]
     left_out: str  # why nothing of the row is trained
     note: str
+    served: bool  # the server told the ids; else they are the template's own
 
 
 def read_row(path: Path, number: int) -> dict[str, Any]:
@@ -102,6 +111,7 @@ def view_row(row: dict[str, Any], template: ChatTemplate, title: str) -> list[Ro
             left_out="",
             note="rendered by the template, no served ids to compare with"
             + (f"; not exact: {turn.note}" if turn.note else ""),
+            served=False,
         )
         for turn in turns
     ]
@@ -120,32 +130,16 @@ def _view_served(row: dict[str, Any], template: ChatTemplate, title: str) -> Row
         rendered, difference = [], f"the prompt can't be compared: {error}"
     left_out = row.get("kept_apart") or ("looping" if row.get("looping") else "")
     left_out = "held out" if row.get("split", "train") != "train" else left_out
-    note = f"finish reason {finish or 'unknown'}"
-    return RowView(title, served, answer, rendered, difference, problems, left_out, note)
+    source = row.get("token_ids_from", SERVED)
+    note = f"finish reason {finish or 'unknown'}" + _SOURCES.get(source, "")
+    told = source == SERVED
+    return RowView(title, served, answer, rendered, difference, problems, left_out, note, told)
 
 
 def _rendered_prompt(row: dict[str, Any], template: ChatTemplate) -> list[int]:
     """The ids that the template gives for what the row asked, with the row's own switch."""
-    messages = row["messages"]
-    if messages and messages[-1].get("role") == "assistant":
-        messages = messages[:-1]
-    sampling = row.get("sampling")
-    switch = sampling.get("thinking") if isinstance(sampling, dict) else None
-    own = thinking_arguments({"on": True, "off": False}.get(switch))
-    asked = replace(template, arguments=own | template.arguments)
-    text = asked.render(_as_servers_read(messages), prompt=True, tools=row.get("tools") or None)
-    return template.ids(text)
-
-
-def _as_servers_read(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """vLLM hands a call's arguments, in requests a JSON string, to the template as an object."""
-    read = copy.deepcopy(messages)
-    for call in [c for m in read for c in m.get("tool_calls") or [] if isinstance(c, dict)]:
-        function = call.get("function")
-        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-            with contextlib.suppress(json.JSONDecodeError):
-                function["arguments"] = json.loads(function["arguments"])
-    return read
+    asked, messages = as_asked(row["messages"], row.get("sampling"), template)
+    return asked.ids(asked.render(messages, prompt=True, tools=row.get("tools") or None))
 
 
 def _equal_with_thinking(row: dict[str, Any], template: ChatTemplate) -> str:
@@ -157,47 +151,49 @@ def _equal_with_thinking(row: dict[str, Any], template: ChatTemplate) -> str:
     return ""
 
 
-def thinking_arguments(thinking: bool | None) -> dict[str, Any]:
-    """Qwen3 reads ``enable_thinking``, DeepSeek-V3.1 and Kimi-K2.5 ``thinking``; templates leave
-    unknown names alone."""
-    return {} if thinking is None else {"enable_thinking": thinking, "thinking": thinking}
-
-
 def row_text(view: RowView, template: ChatTemplate, *, colour: bool) -> str:
-    """The view for a terminal; trained tokens coloured, or in ``[[...]]`` without colour."""
-    prompt = _pieces(view.prompt_token_ids, template)
-    answer = _pieces(view.answer_token_ids, template)
-    lines = [*_headlines(view), "", *_tails(view, template), ""]
-    left = " ".join(repr(text) for text, _ in prompt[-_BOUNDARY_TOKENS:])
-    right = " ".join(repr(text) for text, _ in answer[:_BOUNDARY_TOKENS])
-    lines += [f"boundary: ... {left} || {right} ...", ""]
+    """The view for a terminal: trained tokens in green, an answer that is left out in grey;
+    without colour in ``[[...]]`` and ``((...))``."""
+    prompt = token_pieces(view.prompt_token_ids, template)
+    answer = token_pieces(view.answer_token_ids, template)
+    lines = [*_headlines(view), "", *_tails(view, template), "", _boundary(prompt, answer), ""]
     if colour:
         body = _PROMPT + "".join(_printable(text) for text, _ in prompt) + _RESET
         for index, (text, _) in enumerate(answer):
-            code = _TRAINED[index % 2]
+            code = (_LEFT_OUT if view.left_out else _TRAINED)[index % 2]
             body += code + _printable(text).replace("\n", f"{_RESET}\n{code}") + _RESET
     else:
         said = "".join(_printable(text) for text, _ in answer)
-        body = "".join(_printable(text) for text, _ in prompt) + f"[[{said}]]"
+        body = "".join(_printable(text) for text, _ in prompt)
+        body += f"(({said}))" if view.left_out else f"[[{said}]]"
     return "\n".join([*lines, body])
+
+
+def _boundary(prompt: list[Piece], answer: list[Piece]) -> str:
+    """The tokens around the boundary between what was asked and what was said."""
+    left = " ".join(repr(text) for text, _ in prompt[-_BOUNDARY_TOKENS:])
+    right = " ".join(repr(text) for text, _ in answer[:_BOUNDARY_TOKENS])
+    return f"boundary: ... {left} || {right} ..."
 
 
 def row_html(view: RowView, template: ChatTemplate) -> str:
     """The view for a notebook; each token's ids stand in its tooltip."""
 
-    def spans(ids: list[int], style: tuple[str, ...]) -> str:
+    def spans(pieces: list[Piece], style: tuple[str, ...]) -> str:
         return "".join(
             f'<span style="{style[index % len(style)]}" title="{" ".join(map(str, own))}">'
             f"{html.escape(text)}</span>"
-            for index, (text, own) in enumerate(_pieces(ids, template))
+            for index, (text, own) in enumerate(pieces)
         )
 
-    head = "\n".join([*_headlines(view), *_tails(view, template)])
-    trained = tuple(f"background:{shade};color:#000" for shade in _HTML_TRAINED)
+    prompt = token_pieces(view.prompt_token_ids, template)
+    answer = token_pieces(view.answer_token_ids, template)
+    head = "\n".join([*_headlines(view), *_tails(view, template), _boundary(prompt, answer)])
+    shades = _HTML_LEFT_OUT if view.left_out else _HTML_TRAINED
     return (
         f'<pre style="white-space:pre-wrap">{html.escape(head)}\n\n'
-        f"{spans(view.prompt_token_ids, ('opacity:.6',))}"
-        f"{spans(view.answer_token_ids, trained)}</pre>"
+        f"{spans(prompt, ('opacity:.6',))}"
+        f"{spans(answer, tuple(f'background:{shade};color:#000' for shade in shades))}</pre>"
     )
 
 
@@ -219,16 +215,17 @@ def _tails(view: RowView, template: ChatTemplate) -> list[str]:
     """The last 20 prompt ids of both sides; a difference has shown them already."""
     if view.rendered_token_ids and view.difference:
         return []
-    lines = [f"last prompt ids, as in the row:   {show_tail(view.prompt_token_ids, template)}"]
+    whose = "as served:      " if view.served else "as in the row:  "
+    lines = [f"last prompt ids, {whose} {show_tail(view.prompt_token_ids, template)}"]
     if view.rendered_token_ids:
         rendered = show_tail(view.rendered_token_ids, template)
         lines.append(f"last prompt ids, by the template: {rendered}")
     return lines
 
 
-def _pieces(ids: list[int], template: ChatTemplate) -> list[tuple[str, list[int]]]:
+def token_pieces(ids: list[int], template: ChatTemplate) -> list[Piece]:
     """(text, its ids): one token each, several where a character is spread over tokens."""
-    pieces: list[tuple[str, list[int]]] = []
+    pieces: list[Piece] = []
     waiting: list[int] = []
     for token in ids:
         waiting.append(token)
@@ -245,13 +242,20 @@ def _printable(text: str) -> str:
     return "".join(c if c in "\n\t" or c.isprintable() or ord(c) > 0x9F else "�" for c in text)
 
 
-def show_row(path: Path, number: int, target_folder: Path, stop_ids: list[int]) -> str:
+def show_row(
+    path: Path,
+    number: int,
+    target_folder: Path,
+    stop_ids: Sequence[int],
+    *,
+    trust_remote_code: bool = False,
+) -> str:
     """HTML of a served row for a notebook; the reason in its place where the target's template
-    can't be loaded here (a tokenizer that needs remote code, say): the row itself is none the
+    can't be loaded here (a tokenizer that needs code of its own, say): the row itself is none the
     worse."""
     row = read_row(path, number)
     try:
-        template = load_chat_template(target_folder, stop_ids)
+        template = load_chat_template(target_folder, stop_ids, trust_remote_code=trust_remote_code)
     except UserError as error:
         return f"<pre>{html.escape(str(error))}</pre>"
     return row_html(view_row(row, template, f"row {number}")[0], template)

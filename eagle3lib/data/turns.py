@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from eagle3lib.data.prompts import Prompt, Reject
+from eagle3lib.data.render import check_mask
 from eagle3lib.data.rows import (
     GAVE_UP,
     AnswerRow,
@@ -24,7 +25,7 @@ from eagle3lib.data.rows import (
     row_id,
     split_reasoning,
 )
-from eagle3lib.engine.client import Thinking
+from eagle3lib.engine.client import Answer, NotExact, Thinking
 from eagle3lib.engine.pool import EMPTY_ANSWER, Pool, RequestFailed, RequestRefused
 from eagle3lib.lab.files import hash_json
 
@@ -38,6 +39,7 @@ class Sampling:
     thinking: Literal["default", "on", "off", "mixed"] = "default"
     thinking_share: float = 0.5  # of "mixed": the share of conversations with thinking on
     train_on_cut: bool = False
+    stop_ids: tuple[int, ...] = ()  # ids that end the target's turn; without them none is missed
 
     def thinking_of(self, base: str) -> Thinking:
         """The mode of one conversation, decided by its id: a resumed run decides the same."""
@@ -131,6 +133,8 @@ def _ask(
     tools = list(prompt.tools)
     try:
         served = pool.chat(history, tools=tools, **asked)
+    except NotExact as error:
+        return Reject(prompt.set, error.reason, conversation.id, error.detail)
     except RequestRefused as error:
         return Reject(prompt.set, "refused by the server", conversation.id, str(error))
     except RequestFailed as error:
@@ -138,34 +142,50 @@ def _ask(
         return Reject(
             prompt.set, reason, conversation.id, "" if reason is not GAVE_UP else str(error)
         )
-    answer = served.answer
-    text, reasoning, kind = split_reasoning(answer.text, answer.reasoning, answer.finish_reason)
-    looping = is_looping(answer.answer_token_ids)
     return AnswerRow(
         id=row,
         set=prompt.set,
         split=prompt.split,
         messages=list(history),
-        prompt_token_ids=answer.prompt_token_ids,
-        answer_token_ids=answer.answer_token_ids,
-        text=text,
-        finish_reason=answer.finish_reason,
-        looping=looping,
         repeat=conversation.repeat,
         turn=turn,
-        reasoning=reasoning,
-        reasoning_kind=kind,
-        tool_calls=answer.tool_calls,
         tools=tools,
         sampling={("max_new_tokens" if k == "max_tokens" else k): v for k, v in asked.items()},
         target_fingerprint=target_fingerprint,
         server=served.server,
         engine=served.engine,
-        kept_apart=reason_apart(
-            text,
-            answer.tool_calls,
-            looping,
-            answer.finish_reason,
-            train_on_cut=sampling.train_on_cut,
-        ),
+        **_told_by(served.answer, sampling),
     )
+
+
+def _told_by(answer: Answer, sampling: Sampling) -> dict[str, Any]:
+    """The fields of a row that the answer decides."""
+    text, reasoning, kind = split_reasoning(answer.text, answer.reasoning, answer.finish_reason)
+    looping = is_looping(answer.answer_token_ids)
+    apart = reason_apart(
+        text, answer.tool_calls, looping, answer.finish_reason, train_on_cut=sampling.train_on_cut
+    )
+    return dict(
+        prompt_token_ids=answer.prompt_token_ids,
+        answer_token_ids=answer.answer_token_ids,
+        text=text,
+        finish_reason=answer.finish_reason,
+        looping=looping,
+        reasoning=reasoning,
+        reasoning_kind=kind,
+        tool_calls=answer.tool_calls,
+        kept_apart=apart or _mask_problem(answer, sampling.stop_ids),
+        token_ids_from=answer.token_ids_from,
+    )
+
+
+def _mask_problem(answer: Answer, stop_ids: tuple[int, ...]) -> str:
+    """Why the mask of an answer is not to be trained on, "" when it is."""
+    ended = answer.finish_reason in ("stop", "tool_calls") and stop_ids
+    findings = check_mask(
+        answer.prompt_token_ids,
+        answer.answer_token_ids,
+        stop_ids,
+        finish_reason="stop" if ended else "",
+    )
+    return findings[0].title if findings else ""

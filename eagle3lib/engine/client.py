@@ -1,18 +1,30 @@
-"""Ask a server: token ids as served, the engine's own record of rounds, and its counters."""
+"""Ask a server: token ids as served, the engine's own record of rounds, and its counters.
+
+Where the ids come from, by what the server can do::
+
+    vLLM                     its chat API tells both (return_token_ids)              served
+    SGLang                   its generate API, asked with ids, tells the answer's    served
+    any other, with a chat   a ``Renderer`` renders them from the text and checks
+    API of OpenAI's kind     them, or says that it can't (``NotExact``)              rendered
+
+The last two need a ``Renderer``, the target's own template; without one they are an error.
+"""
 
 from __future__ import annotations
 
 import json
+import threading
 import time
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import openai
 from openai.types.chat import ChatCompletion
 from prometheus_client.parser import text_string_to_metric_families
 
+from eagle3lib.engine import native
 from eagle3lib.engine.vllm import SERVED_NAME
 from eagle3lib.lab.errors import UserError
 
@@ -22,6 +34,43 @@ Thinking = Literal["default", "on", "off"]  # default: as the chat template has 
 
 class BadReply(UserError):
     """A server answered, but not with what was asked for: no token ids, half a JSON, no choice."""
+
+
+class NotExact(Exception):
+    """The ids of this answer can't be told for certain. ``reason`` is countable."""
+
+    def __init__(self, reason: str, detail: str = ""):
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason, self.detail = reason, detail
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a template is given to make a prompt of."""
+
+    messages: list[Message]
+    tools: Sequence[dict[str, Any]]
+    thinking: Thinking
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a server told of its answer in place of ids; counts are None where it told none."""
+
+    message: Message
+    finish_reason: str
+    prompt_tokens: int | None
+    answer_tokens: int | None
+
+
+class Renderer(Protocol):
+    """The target's own template. Both raise ``NotExact``; calls come from many threads."""
+
+    def prompt(self, asked: Asked) -> tuple[list[int], str]:
+        """(ids, text) of a prompt, up to where the answer starts."""
+
+    def turn(self, asked: Asked, told: Told) -> tuple[list[int], list[int]]:
+        """(prompt ids, answer ids) of an answer, checked against what was told of it."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +83,7 @@ class RoundRecord:
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer, token-exact as the server saw and made it."""
+    """One answer, token-exact as the server saw and made it, or as ``token_ids_from`` says."""
 
     prompt_token_ids: list[int]
     answer_token_ids: list[int]
@@ -44,14 +93,26 @@ class Answer:
     rounds: RoundRecord | None
     reasoning: str | None = None  # None: the server told no reasoning apart from the text
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    token_ids_from: Literal["served", "rendered"] = "served"
 
 
 class Client:
     """An OpenAI client of one server. Retries of lost connections and 429/5xx are the client's
-    own."""
+    own. ``renderer``: for servers that don't tell all ids."""
 
-    def __init__(self, url: str, *, timeout_s: float = 600.0, retries: int = 3):
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout_s: float = 600.0,
+        retries: int = 3,
+        renderer: Renderer | None = None,
+    ):
         self.url = url.rstrip("/")
+        self._renderer = renderer
+        self._native: bool | None = None  # None: not yet known
+        self._native_lock = threading.Lock()
+        self._tells_ids = False
         self._openai = openai.OpenAI(
             base_url=f"{self.url}/v1", api_key="none", timeout=timeout_s, max_retries=retries
         )
@@ -76,13 +137,17 @@ class Client:
         return _served_name([m.id for m in quick.models.list()])
 
     def version(self) -> str:
-        """The engine's version as /version tells it (vLLM does), "" where nothing tells it."""
+        """The engine's version as vLLM (``0.32.0``) and SGLang (``sglang 0.5.6``) tell it, ""
+        where nothing tells it."""
         try:
             with urllib.request.urlopen(f"{self.url}/version", timeout=10) as answer:
                 told = json.load(answer)
         except (OSError, ValueError):  # no such page, or one for people: the version is a courtesy
-            return ""
-        return str(told.get("version", "")) if isinstance(told, dict) else ""
+            told = {}
+        if isinstance(told, dict) and told.get("version"):
+            return str(told["version"])
+        quick = self._openai.with_options(timeout=10, max_retries=0)
+        return native.sglang_version(quick, self.url)
 
     def chat(
         self,
@@ -96,7 +161,11 @@ class Client:
         thinking: Thinking = "default",
     ) -> Answer:
         """One chat request. Raises ``BadReply``, a ``UserError``, when the server returns no token
-        ids or ids that can't be right, and ``openai.OpenAIError`` when it returns nothing."""
+        ids or ids that can't be right, ``NotExact`` when they can't be rendered for certain, and
+        ``openai.OpenAIError`` when it returns nothing."""
+        asked = Asked(messages, tools, thinking)
+        if self._renderer and self._is_native():
+            return self._generate(self._renderer, asked, max_tokens, temperature, seed)
         started = time.perf_counter()
         extra: dict[str, Any] = {"return_token_ids": True}
         if thinking != "default":
@@ -116,9 +185,55 @@ class Client:
             )
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise BadReply(f"the server at {self.url} sent no JSON: {error}") from None
-        return self._answer(reply, time.perf_counter() - started)
+        return self._answer(asked, reply, time.perf_counter() - started)
 
-    def _answer(self, reply: Any, duration_s: float) -> Answer:
+    def _is_native(self) -> bool:
+        """Whether SGLang's own API is there. Asked until it is known: a guess would mix kinds."""
+        with self._native_lock:
+            if self._native is None:
+                quick = self._openai.with_options(timeout=10, max_retries=1)
+                self._native = native.is_sglang(quick, self.url)
+            return self._native
+
+    def _generate(
+        self,
+        renderer: Renderer,
+        asked: Asked,
+        max_tokens: int,
+        temperature: float,
+        seed: int | None,
+    ) -> Answer:
+        prompt_ids, prompt = renderer.prompt(asked)
+        body = native.request_body(
+            prompt_ids,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=seed,
+        )
+        started = time.perf_counter()
+        try:
+            reply = self._openai.post(f"{self.url}/generate", cast_to=object, body=body)
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise BadReply(f"the server at {self.url} sent no JSON: {error}") from None
+        duration_s = time.perf_counter() - started
+        meta = reply.get("meta_info") if isinstance(reply, dict) else None
+        if not isinstance(reply, dict) or not isinstance(meta, dict):
+            raise BadReply(f"the server at {self.url} sent a reply without an answer")
+        finish = native.finish_of(meta)
+        if finish == "abort":
+            raise BadReply(f"the server at {self.url} aborted: {meta['finish_reason']}"[:300])
+        answer_ids, text = reply.get("output_ids"), reply.get("text")
+        counts = meta.get("prompt_tokens"), meta.get("completion_tokens")
+        self._check_ids(prompt_ids, answer_ids, *counts)
+        if not isinstance(text, str):
+            raise BadReply(
+                f"the server at {self.url} returned ids without their text",
+                expected="a server started without --skip-tokenizer-init",
+            )
+        text, reasoning = native.reasoning_apart(prompt, text)
+        return Answer(prompt_ids, list(answer_ids or []), text, finish, duration_s, None, reasoning)
+
+    def _answer(self, asked: Asked, reply: Any, duration_s: float) -> Answer:
         whole = isinstance(reply, ChatCompletion) and reply.choices
         if not whole or getattr(reply.choices[0], "message", None) is None:
             raise BadReply(f"the server at {self.url} sent a reply without an answer")
@@ -126,9 +241,24 @@ class Client:
         message = choice.message
         answer_ids = (choice.model_extra or {}).get("token_ids")
         prompt_ids = extra.get("prompt_token_ids")
-        self._check_ids(prompt_ids, answer_ids, reply.usage)
         told = message.model_extra or {}
         reasoning = told.get("reasoning")
+        reasoning = told.get("reasoning_content") if reasoning is None else reasoning
+        calls = [call.model_dump(exclude_none=True) for call in message.tool_calls or []]
+        usage = reply.usage
+        counts = (usage.prompt_tokens, usage.completion_tokens) if usage else (None, None)
+        # One that told ids before and tells none now has a fault: that is no reason to render.
+        rendered = prompt_ids is None and answer_ids is None and not self._tells_ids
+        if rendered and self._renderer:
+            said = {"role": "assistant", "content": message.content or ""}
+            said |= {"reasoning_content": reasoning} if reasoning else {}
+            said |= {"tool_calls": calls} if calls else {}
+            finish = choice.finish_reason or ""
+            prompt_ids, answer_ids = self._renderer.turn(asked, Told(said, finish, *counts))
+        else:
+            rendered = False
+            self._check_ids(prompt_ids, answer_ids, *counts)
+            self._tells_ids = True
         return Answer(
             prompt_token_ids=list(prompt_ids),
             answer_token_ids=list(answer_ids),
@@ -136,21 +266,25 @@ class Client:
             finish_reason=choice.finish_reason or "",
             duration_s=duration_s,
             rounds=_round_record(extra.get("metrics")),
-            reasoning=told.get("reasoning_content") if reasoning is None else reasoning,
-            tool_calls=[call.model_dump(exclude_none=True) for call in message.tool_calls or []],
+            reasoning=reasoning,
+            tool_calls=calls,
+            token_ids_from="rendered" if rendered else "served",
         )
 
-    def _check_ids(self, prompt_ids: Any, answer_ids: Any, usage: Any) -> None:
+    def _check_ids(
+        self, prompt_ids: Any, answer_ids: Any, prompt_tokens: Any, answer_tokens: Any
+    ) -> None:
         """The ids must be there, be token ids, and be as many as the server itself counted."""
         if answer_ids is None or prompt_ids is None:
             raise BadReply(
                 f"the server at {self.url} returned no token ids",
-                expected="prompt_token_ids and token_ids (vLLM answers 'return_token_ids')",
-                next="serve the target with vLLM 0.10.2 or newer",
+                expected="prompt_token_ids and token_ids (vLLM answers 'return_token_ids'), "
+                "or output_ids (SGLang's generate API)",
+                next="serve the target with vLLM 0.10.2 or newer, or with SGLang 0.5",
             )
         for what, ids, counted in (
-            ("prompt", prompt_ids, usage and usage.prompt_tokens),
-            ("answer", answer_ids, usage and usage.completion_tokens),
+            ("prompt", prompt_ids, prompt_tokens),
+            ("answer", answer_ids, answer_tokens),
         ):
             if not isinstance(ids, list) or any(type(i) is not int or i < 0 for i in ids):
                 raise BadReply(f"the server at {self.url} returned {what} ids that are no ids")

@@ -20,7 +20,7 @@ from typing import Any
 
 import openai
 
-from eagle3lib.engine.client import Answer, BadReply, Client, Message
+from eagle3lib.engine.client import Answer, BadReply, Client, Message, NotExact
 from eagle3lib.lab.errors import UserError
 
 # The server understood the request and will not have it: too long for its context, most often.
@@ -130,7 +130,8 @@ class Pool:
         """One answer from the least busy server, by another one when that fails.
 
         Raises ``RequestRefused`` or ``RequestFailed`` for a request that gets no answer,
-        ``UserError`` when no server gives any, ``PoolStopped`` after :meth:`stop`.
+        ``NotExact`` for an answer whose ids can't be told, ``UserError`` when no server gives any,
+        ``PoolStopped`` after :meth:`stop`.
         """
         last: _Server | None = None
         for _ in range(self._tries):
@@ -139,6 +140,9 @@ class Pool:
                 answer = server.client.chat(messages, model=self._model, **options)
                 if not answer.answer_token_ids:  # a model says at least its stop token
                     raise BadReply(EMPTY_ANSWER)
+            except NotExact:
+                self._give(server, alive=True)  # it answered; asked again it would say the same
+                raise
             except BadReply as error:
                 self._give(server, alive=False)
                 problem: Exception = error

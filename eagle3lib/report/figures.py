@@ -7,16 +7,34 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
 from IPython.display import display
+from plotly.subplots import make_subplots
+
+from eagle3lib.data.roles import ROLES, SCAFFOLDING, UNKNOWN
+from eagle3lib.data.rows import AnswerRow
 
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#6e6e6e"
 ENGINE, SIMULATOR, BASELINE, PLAIN_ARM = BLUE, ORANGE, GREY, GREY
 _PLOTLY_MIME = "application/vnd.plotly.v1+json"
 _SET_COLOURS = {"workload": BLUE, "general": GREEN}
+SKY, VERMILION, PALE, YELLOW = "#56B4E9", "#D55E00", "#c9c9c9", "#F0E442"
+_ROLE_COLOURS = {
+    "system": PURPLE,
+    "user": BLUE,
+    "assistant": SKY,
+    "tool": VERMILION,
+    SCAFFOLDING: PALE,
+    UNKNOWN: GREY,
+    "reasoning": ORANGE,
+    "answer": GREEN,
+}
+_PARTS = (BLUE, PALE, GREEN, ORANGE, PURPLE, SKY, VERMILION, YELLOW)
+_LEAST_LABELLED = 0.04  # share below which a part has no room for its number
 
 
 def _styled(figure: go.Figure, title: str, x: str, y: str, height: int = 380) -> go.Figure:
@@ -151,19 +169,63 @@ def coverage_figure(curve: pd.DataFrame, chosen: int) -> go.Figure:
     )
 
 
-def length_histogram(lengths: dict[str, list[int]]) -> go.Figure:
-    """Answer lengths in tokens by set."""
-    figure = go.Figure()
-    for name, values in lengths.items():
-        figure.add_histogram(
-            x=values,
-            name=name,
-            opacity=0.75,
-            nbinsx=30,
-            marker_color=_SET_COLOURS.get(name.split()[0], GREY),
-        )
+def length_histograms(rows: Iterable[AnswerRow]) -> go.Figure:
+    """Prompt and answer lengths in tokens, side by side, by set and split."""
+    lengths: dict[str, dict[str, list[int]]] = {"prompts": {}, "answers": {}}
+    for row in rows:
+        name = f"{row.set} {row.split}"
+        lengths["prompts"].setdefault(name, []).append(len(row.prompt_token_ids))
+        lengths["answers"].setdefault(name, []).append(len(row.answer_token_ids))
+    figure = make_subplots(cols=2, subplot_titles=list(lengths), horizontal_spacing=0.08)
+    for column, sets in enumerate(lengths.values(), start=1):
+        for name, values in sorted(sets.items()):
+            figure.add_histogram(
+                x=values,
+                name=name,
+                legendgroup=name,
+                showlegend=column == 1,
+                opacity=0.75 if name.endswith("train") else 0.4,
+                nbinsx=30,
+                marker_color=_SET_COLOURS.get(name.split()[0], GREY),
+                row=1,
+                col=column,
+            )
     figure.update_layout(barmode="overlay")
-    return _styled(figure, "Answer lengths", "tokens", "answers")
+    figure = _styled(figure, "Lengths", "tokens", "rows")
+    # Above the panels' own titles.
+    return figure.update_layout(legend_y=1.1, margin_t=80)
+
+
+def share_bars(counts: dict[str, dict[str, int]], title: str, unit: str) -> go.Figure:
+    """What each set is made of: one bar a set, its parts as shares of all that it holds.
+
+    ``counts``: set -> part -> count. Parts keep the order in which they come first.
+    """
+    parts = list(dict.fromkeys(part for count in counts.values() for part in count))
+    parts.sort(key=lambda part: ROLES.index(part) if part in ROLES else len(ROLES))
+    spare = iter(_PARTS)
+    figure = go.Figure()
+    for part in parts:
+        values = [count.get(part, 0) for count in counts.values()]
+        totals = [max(sum(count.values()), 1) for count in counts.values()]
+        shares = [value / total for value, total in zip(values, totals, strict=True)]
+        figure.add_bar(
+            y=list(counts),
+            x=shares,
+            name=part,
+            orientation="h",
+            marker_color=_ROLE_COLOURS.get(part) or next(spare, GREY),
+            customdata=values,
+            text=[f"{share:.0%}" if share >= _LEAST_LABELLED else "" for share in shares],
+            textposition="inside",
+            insidetextanchor="middle",
+            hovertemplate=f"%{{y}}, {part}: %{{customdata:,}} {unit}, %{{x:.1%}}<extra></extra>",
+        )
+    figure.update_layout(barmode="stack", legend_traceorder="normal")
+    figure.update_xaxes(range=[0, 1], tickformat=".0%")
+    figure = _styled(figure, title, f"share of {unit}", "", 190 + 50 * len(counts))
+    # The parts are many: their legend stands below the title, not beside it.
+    return figure.update_layout(legend={"x": 0, "xanchor": "left"}, margin_t=90)
 
 
 def state_norms(norms: pd.DataFrame) -> go.Figure:
@@ -225,9 +287,9 @@ def round_agreement(answers: list[Any]) -> go.Figure:
     return _styled(figure, title, "round", "answer", height=120 + 18 * len(answers))
 
 
-def ngram_bars(table: pd.DataFrame) -> go.Figure:
-    """The commonest word runs by the share of answers that hold them."""
-    lines = table.iloc[::-1]
+def ngram_bars(runs: list[dict[str, Any]]) -> go.Figure:
+    """The commonest word runs by the share of answers that hold them, the commonest on top."""
+    lines = pd.DataFrame(runs, columns=["words", "answers", "share"]).iloc[::-1]
     figure = go.Figure(
         go.Bar(
             x=lines.share,
@@ -241,3 +303,64 @@ def ngram_bars(table: pd.DataFrame) -> go.Figure:
     figure.update_xaxes(tickformat=".0%")
     figure = _styled(figure, "Commonest word runs", "share of answers", "", 120 + 22 * len(lines))
     return figure.update_yaxes(automargin=True)
+
+
+def step_parts_bars(lines: list[dict[str, Any]]) -> go.Figure:
+    """What a plain step and a round spend their time on, by batch size (plan/step.py)."""
+    colours = {
+        "weights": BLUE,
+        "experts": "#56B4E9",
+        "keys and values": GREEN,
+        "compute": PURPLE,
+        "collectives": ORANGE,
+        "layers": "#999999",
+        "host": GREY,
+        "drafter": "#D55E00",
+    }
+    rows = lines[::-1]
+    names = [f"{line['what']}, batch {line['batch']}" for line in rows]
+    figure = go.Figure()
+    for part, colour in colours.items():
+        values = [line.get(part, 0.0) for line in rows]
+        if any(values):
+            figure.add_bar(
+                x=values,
+                y=names,
+                name=part,
+                orientation="h",
+                marker_color=colour,
+                hovertemplate="%{y}: %{x:.2f} ms<extra>" + part + "</extra>",
+            )
+    figure.update_layout(barmode="stack")
+    title = "What a decode step is made of"
+    figure = _styled(figure, title, "milliseconds (predicted)", "", 160 + 34 * len(rows))
+    return figure.update_yaxes(automargin=True)
+
+
+def break_even_curves(costs: list[dict[str, Any]]) -> go.Figure:
+    """Acceptance length at which speculation pays, by K and batch size, under the one hoped for:
+    a drafter pays where the dashed line is above the batch's own."""
+    figure = go.Figure()
+    batches = list(dict.fromkeys(line["batch"] for line in costs))
+    palette = (BLUE, GREEN, PURPLE, "#D55E00", "#56B4E9")
+    for number, batch in enumerate(batches):
+        mine = [line for line in costs if line["batch"] == batch]
+        figure.add_scatter(
+            x=[line["K"] for line in mine],
+            y=[line["round_cost"] for line in mine],
+            name=f"batch {batch}",
+            mode="lines+markers",
+            line={"color": palette[number % len(palette)]},
+            customdata=[line["speedup"] for line in mine],
+            hovertemplate="K=%{x}: pays above %{y:.2f}, %{customdata:.2f}x<extra></extra>",
+        )
+    first = [line for line in costs if line["batch"] == batches[0]]
+    figure.add_scatter(
+        x=[line["K"] for line in first],
+        y=[line["acceptance_length"] for line in first],
+        name="hoped for",
+        mode="lines",
+        line={"color": ORANGE, "dash": "dash", "width": 3},
+    )
+    title = "From which acceptance length speculation pays"
+    return _styled(figure, title, "K, drafted tokens per round", "tokens a round")

@@ -12,6 +12,7 @@ from eagle3lib.data.rows import AnswerRow
 from eagle3lib.lab.finding import Finding, by_severity
 from eagle3lib.target.states import StateStore
 
+_EXCERPT_CHARS = 240
 _STYLES = [
     {
         "selector": "th, td",
@@ -24,7 +25,9 @@ _STYLES = [
 def show(frame: pd.DataFrame) -> Styler:
     """A table for reading: nothing cut off, left-aligned, thousands separated."""
     plain = frame.index.names == [None] and isinstance(frame.index, pd.RangeIndex)
-    styler = frame.style.format(precision=3, thousands=",", na_rep="").set_table_styles(_STYLES)
+    # Prompts and answers hold markup of their own, which a page must show and not obey.
+    styler = frame.style.format(precision=3, thousands=",", na_rep="", escape="html")
+    styler = styler.format_index(escape="html").set_table_styles(_STYLES)
     return styler.hide(axis="index") if plain else styler
 
 
@@ -64,6 +67,77 @@ def answers_table(rows: list[AnswerRow]) -> Styler:
     table = frame.groupby(["set", "split"]).sum()
     table.insert(0, "answers", frame.groupby(["set", "split"]).size())
     return show(table)
+
+
+def lengths_table(report: dict[str, Any]) -> Styler:
+    """Tokens of prompts and answers by set and split, out of phase 01's data report."""
+    sides = ("prompt", "answer")
+    lines = [
+        {"rows of": name, "side": side} | part[side]
+        for name, part in report["lengths"].items()
+        for side in sides
+    ]
+    return show(pd.DataFrame(lines).rename(columns={"p90": "90 % below"}))
+
+
+def reasoning_table(report: dict[str, Any]) -> Styler:
+    """Tokens that the target made, those of them that are reasoning, and code, by set."""
+    lines = []
+    for name, tokens in report["tokens_by_role"].items():
+        text = report["text"][name]
+        made = tokens.get("reasoning", 0) + tokens.get("answer", 0)
+        languages = [f"{language} {n:,}" for language, n in text["languages"].items()]
+        lines.append(
+            {
+                "set": name,
+                "tokens made": made,
+                "reasoning": f"{tokens.get('reasoning', 0) / max(made, 1):.1%}",
+                "answers": text["answers"],
+                "with code": f"{text['with_code'] / max(text['answers'], 1):.0%}",
+                "code blocks": ", ".join(languages[:5]),
+            }
+        )
+    return show(pd.DataFrame(lines))
+
+
+def on_policy_table(lines: list[dict[str, Any]]) -> Styler:
+    """How many answer tokens are the target's own greedy ones, by kind of answer."""
+    return show(
+        pd.DataFrame(
+            [
+                {
+                    "set": line["set"],
+                    "token ids": line["token_ids_from"],
+                    "thinking": line["thinking"],
+                    "temperature": line["temperature"],
+                    "answers read": f"{line['answers']:,} of {line['of']:,}",
+                    "answer tokens": line["tokens"],
+                    "the target's own greedy token": line["greedy"],
+                    "on-policy share": f"{line['greedy'] / max(line['tokens'], 1):.1%}",
+                }
+                for line in lines
+            ]
+        )
+    )
+
+
+def near_answers_table(report: dict[str, Any], rows: list[AnswerRow]) -> Styler:
+    """How many answers are near an earlier one, and the first such pair as it is."""
+    near = report["near_duplicates"]
+    found, least = near["near_an_earlier_one"], near["least_similarity"]
+    lines = {
+        f"answers near an earlier one ({least:.0%} of 5-grams or more)": f"{found:,} of "
+        f"{near['answers']:,}",
+        "of these, to the same prompt": f"{near['of_these_to_the_same_prompt']:,}",
+    }
+    by_id = {row.id: row for row in rows}
+    for share, *pair in near["pairs"][:1]:
+        lines["for example, similarity"] = f"{share:.2f}"
+        for word, row in zip(("an answer", "an earlier one"), map(by_id.get, pair), strict=True):
+            said = (row.text or row.reasoning)[:_EXCERPT_CHARS] if row else ""
+            asked = str(row.messages[-1]["content"])[:_EXCERPT_CHARS] if row else ""
+            lines[word] = f"{said!r}, asked {asked!r}"
+    return facts_table(lines)
 
 
 def sample_answers(rows: list[AnswerRow], count: int) -> Styler:

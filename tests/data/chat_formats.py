@@ -12,6 +12,7 @@ from eagle3lib.data.template import ChatTemplate
 
 FOLDER = Path(__file__).parent / "templates"
 LLAMA = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+LLAMA31 = [*LLAMA, "<|eom_id|>", "<|python_tag|>"]
 CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 DEEPSEEK = [
     "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>",
@@ -27,6 +28,7 @@ KIMI = [
 # Family -> its special tokens, and which of them end a turn.
 FAMILIES: dict[str, tuple[list[str], list[str]]] = {
     "llama3": (LLAMA, ["<|eot_id|>"]),
+    "llama31": (LLAMA31, ["<|eot_id|>", "<|eom_id|>"]),
     "qwen3": (CHATML, ["<|im_end|>", "<|endoftext|>"]),
     "smollm2": (CHATML, ["<|im_end|>"]),
     "deepseek_v3": (DEEPSEEK, ["<｜end▁of▁sentence｜>"]),
@@ -36,7 +38,9 @@ FAMILIES: dict[str, tuple[list[str], list[str]]] = {
 }
 
 
-def byte_tokenizer(specials: list[str], merges: list[tuple[str, str]] | None = None) -> Any:
+def byte_tokenizer(
+    specials: list[str], merges: list[tuple[str, str]] | None = None, *, thinking: bool = True
+) -> Any:
     """One token a byte, the special tokens, ``<think>`` and ``</think>``, and a few merges."""
     from tokenizers import AddedToken, Tokenizer
     from tokenizers.decoders import ByteLevel as Decoder
@@ -50,7 +54,8 @@ def byte_tokenizer(specials: list[str], merges: list[tuple[str, str]] | None = N
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = Decoder()
     tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in specials])
-    tokenizer.add_tokens([AddedToken(t, normalized=False) for t in ("<think>", "</think>")])
+    if thinking:
+        tokenizer.add_tokens([AddedToken(t, normalized=False) for t in ("<think>", "</think>")])
     # Like Llama's: plain text gets a first token, which rendered text has already.
     first = (specials[0], tokenizer.token_to_id(specials[0]))
     tokenizer.post_processor = TemplateProcessing(f"{first[0]} $A", special_tokens=[first])

@@ -12,12 +12,14 @@ from eagle3lib.data.prompts import Prompt, prompt_id
 
 
 class StubServer:
-    """``reply(request)`` gives a body, or the name of a fault. ``kill`` closes the port and every
-    connection, ``start`` opens the same port again."""
+    """``reply(request)`` gives a body, or the name of a fault; GET finds ``pages``, from path to
+    body or status. ``kill`` closes the port and every connection, ``start`` opens the same port
+    again."""
 
-    def __init__(self, reply, *, model="target", version="0.32.0"):
+    def __init__(self, reply, *, model="target", version="0.32.0", pages=()):
         self.reply, self.model, self.version = reply, model, version
-        self.requests = []
+        self.pages = dict(pages)
+        self.requests, self.paths = [], []
         self.replied = 0
         self.lock = threading.Lock()
         self.dead = True
@@ -60,13 +62,15 @@ class _Handler(BaseHTTPRequestHandler):
             data = [{"id": self.server.stub.model, "object": "model"}]
             self.send(200, {"object": "list", "data": data})
         else:
-            self.send(404, {})
+            page = self.server.stub.pages.get(self.path, 404)
+            self.send(page, {}) if isinstance(page, int) else self.send(200, page)
 
     def do_POST(self):
         stub = self.server.stub
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with stub.lock:
             stub.requests.append(request)
+            stub.paths.append(self.path)
         reply = stub.reply(request)
         if stub.dead:
             return self.reset()
@@ -120,7 +124,7 @@ def damaged(body, fault):
 
 
 def chat_body(request, ids, text, finish_reason="stop", **message):
-    prompt_ids = list(json.dumps(request["messages"]).encode())
+    prompt_ids = list(json.dumps(request.get("messages")).encode())
     return {
         "id": "1", "object": "chat.completion", "created": 0, "model": "target",
         "choices": [{"index": 0, "finish_reason": finish_reason, "token_ids": ids,

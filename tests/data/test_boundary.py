@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from chat_formats import (
     FAMILIES,
@@ -17,7 +19,14 @@ from chat_formats import (
 )
 
 from eagle3lib.data.render import check_mask, render_turns
-from eagle3lib.data.template import ChatTemplate, compare_prompts
+from eagle3lib.data.template import (
+    ChatTemplate,
+    as_servers_read,
+    compare_prompts,
+    load_chat_template,
+    stop_ids_of,
+)
+from eagle3lib.lab.errors import UserError
 
 QWEN_HI = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 
@@ -216,3 +225,60 @@ def test_masks_of_all_zeros_all_ones_or_without_stop_are_findings(prompt, answer
     assert [f.code for f in findings] == codes
     assert {f.where for f in findings} <= {"row 7"}
     assert {f.severity for f in findings} <= {"error"}
+
+
+OWN_CODE = """
+from transformers import PreTrainedTokenizerFast
+
+class OwnTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+def test_a_tokenizer_with_code_of_its_own_is_loaded_only_where_that_is_allowed(
+    tmp_path, monkeypatch
+):
+    """Kimi's is such a one. The message must name the parameter, and nothing may ask on a console
+    that a headless run does not have."""
+    import transformers.dynamic_module_utils as modules
+
+    monkeypatch.setattr(modules, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = tmp_path / "own"
+    template_of("kimi_k2").tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    auto = {"AutoTokenizer": [None, "tokenization_own.OwnTokenizer"]}
+    own = json.loads(path.read_text()) | {"tokenizer_class": "OwnTokenizer", "auto_map": auto}
+    path.write_text(json.dumps(own))
+    (folder / "tokenization_own.py").write_text(OWN_CODE)
+    with pytest.raises(UserError, match=r"next: .*set trust_remote_code to true"):
+        load_chat_template(folder, [1])
+    template = load_chat_template(folder, [1], trust_remote_code=True)
+    assert type(template.tokenizer).__name__ == "OwnTokenizer"
+    assert template.render([user("x")], prompt=True).endswith("<|im_middle|>")
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "expected"),
+    [
+        ({"eos_token_id": 2}, None, (2,)),
+        ({"eos_token_id": 2}, {"eos_token_id": [7, 2]}, (2, 7)),
+        ({"text_config": {"eos_token_id": [3, 4]}}, {}, (3, 4)),
+        ({"eos_token_id": 5, "text_config": {}}, {"eos_token_id": None}, (5,)),
+        ({}, None, ()),
+    ],
+)
+def test_stop_ids_are_those_that_the_targets_files_name(tmp_path, config, generation, expected):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert stop_ids_of(tmp_path) == expected
+
+
+def test_arguments_of_calls_are_read_as_servers_read_them_and_the_row_stays_as_it_was():
+    def calling(arguments):
+        function = {"name": "f", "arguments": arguments}
+        return [{"role": "assistant", "content": "", "tool_calls": [{"function": function}]}]
+
+    for given, read in (('{"a": 1}', {"a": 1}), ({"a": 1}, {"a": 1}), ("{torn", "{torn")):
+        messages = calling(given)
+        assert as_servers_read(messages) == calling(read) and messages == calling(given)

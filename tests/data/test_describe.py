@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 import pytest
 
-from eagle3lib.data.describe import script_of, text_table, top_ngrams
+from eagle3lib.data.describe import data_report, lengths, script_of, text_counts, top_ngrams
+from eagle3lib.data.near import near_duplicate_answers
 from eagle3lib.data.rows import AnswerRow
 
 
@@ -20,16 +24,71 @@ def test_scripts(letter, script):
     assert script_of(letter) == script
 
 
-def test_code_and_scripts_are_counted_by_set():
-    rows = [answer("ab ```x=1``` c"), answer("no code at all"), answer("дом", "general")]
-    workload, general = text_table(rows).to_dict("records")
-    assert workload["with code"] == "50%"
-    assert workload["characters in code"] == f"{9 / 28:.0%}"
-    assert general["letters"] == "Cyrillic 100.0%"
+def test_every_character_is_code_a_letter_of_a_script_or_neither():
+    rows = [
+        answer("ab ```Python x=1``` c"),
+        answer("no ```x``` ```x``` !"),
+        answer("дом", "general"),
+    ]
+    counts = text_counts(rows)
+    assert counts["workload"] == {
+        "answers": 2, "with_code": 2,
+        "characters": {"code": 30, "digits, marks, spaces": 6, "Latin": 5},
+        "languages": {"x": 2, "python": 1},
+    }  # fmt: skip
+    assert counts["general"]["characters"] == {"Cyrillic": 3}
+    for name, part in counts.items():
+        texts = [row.text for row in rows if row.set == name]
+        assert sum(part["characters"].values()) == sum(map(len, texts))
 
 
 def test_a_fence_that_the_limit_cut_is_code_to_the_end():
-    assert text_table([answer("```print(1)")]).iloc[0]["characters in code"] == "100%"
+    assert text_counts([answer("```\nprint(1)")])["workload"]["characters"] == {"code": 12}
+    assert text_counts([answer("```\nprint(1)")])["workload"]["languages"] == {"not named": 1}
+
+
+def test_lengths_are_those_of_rows():
+    rows = [replace(answer("x"), prompt_token_ids=[1] * n) for n in (9, 1, 5, 30)]
+    found = lengths([*rows, replace(rows[0], split="heldout")])
+    assert found["workload train"]["prompt"] == {
+        "least": 1, "median": 9, "p90": 30, "most": 30, "all": 45,
+    }  # fmt: skip
+    assert found["workload heldout"]["answer"]["all"] == 1
+
+
+TEN = "one two three four five six seven eight nine ten"
+
+
+def test_near_duplicates_among_answers_are_counted_and_shown():
+    """Case and marks make no difference; d and e share 6 of 8 5-grams, 0.75."""
+    rows = [
+        replace(answer(text), id=name, messages=[{"role": "user", "content": asked}])
+        for name, asked, text in (
+            ("a", "p", f"{TEN} {TEN} end"), ("b", "q", f"{TEN} {TEN} END!"),
+            ("c", "p", f"{TEN} {TEN} end"), ("d", "p", TEN), ("e", "p", f"{TEN} other words"),
+            ("f", "p", "?!"), ("g", "p", "?!"),
+        )
+    ]  # fmt: skip
+    near = near_duplicate_answers(rows, 0.8)
+    assert near.pairs == [(1.0, "b", "a"), (1.0, "c", "a")]
+    assert (near.answers, near.same_prompt) == (7, 1)
+    assert [pair[1:] for pair in near_duplicate_answers(rows, 0.75).pairs] == [
+        ("b", "a"), ("c", "a"), ("e", "d"),
+    ]  # fmt: skip
+    assert near.as_dict()["pairs"] == [[1.0, "b", "a"], [1.0, "c", "a"]]
+
+
+def test_an_answer_that_has_only_its_reasoning_is_compared_by_that():
+    first, second = (replace(answer(""), id=i, reasoning=TEN) for i in "ab")
+    assert near_duplicate_answers([first, second]).pairs == [(1.0, "b", "a")]
+
+
+def test_the_report_of_a_target_without_a_template_says_so_and_counts_on(tmp_path):
+    report = data_report([answer("a b c d e")], tmp_path, [2])
+    assert "tokenizer can't be loaded" in report["template_problem"]
+    assert report["tokens_by_role"] == {"workload": {"prompt of unknown parts": 1, "answer": 1}}
+    assert report["common_runs"] == [{"words": "a b c d e", "answers": 1, "share": 1.0}]
+    assert json.loads(json.dumps(report)) == report
 
 
 def test_a_run_counts_once_an_answer_however_often_it_stands_there():
@@ -40,4 +99,5 @@ def test_a_run_counts_once_an_answer_however_often_it_stands_there():
 
 def test_no_answers_are_no_runs():
     assert len(top_ngrams([])) == 0
-    assert len(text_table([])) == 0
+    assert text_counts([]) == lengths([]) == {}
+    assert near_duplicate_answers([]).as_dict()["near_an_earlier_one"] == 0

@@ -142,7 +142,9 @@ def test_tools_their_calls_and_their_results_pass_through_unchanged(arguments):
     assert json.dumps(kept) == json.dumps(line)  # the order of keys too
     line["messages"] = [*messages, assistant("the answer")]
     answered = request_of(line, "auto", 1000)
-    assert answered.cut_answer and answered.messages == messages  # ends with the results
+    assert (
+        answered.answer == assistant("the answer") and answered.messages == messages
+    )  # ends with the results
 
 
 def test_a_call_that_says_nothing_has_content_none():

@@ -1,6 +1,7 @@
 """What is left out while reading: near duplicates, the reject file, and when the run stops."""
 
 import json
+import random
 
 import pytest
 
@@ -70,24 +71,47 @@ def test_grams_are_of_what_is_asked_not_of_the_prompt_that_stands_before_every_r
     assert word_ngrams(prompt_of("?! 🙂")) == set()
 
 
-def test_the_first_of_near_duplicates_stays_and_the_others_say_which(tmp_path):
-    texts = [text(), text(12), text(23), "short", "?", "!", text(4, 9, 14, 19)]
-    file = read_source(write(tmp_path / "a.jsonl", *texts), "workload")
+def by_least_id(texts, least):
+    """What stays, the slow way: in the order of ids, whatever is not close to one that stays."""
+    stays = []
+    for prompt in sorted(map(prompt_of, texts), key=lambda p: p.id):
+        grams = word_ngrams(prompt)
+        if all(similarity(grams, word_ngrams(other)) < least for other in stays):
+            stays.append(prompt)
+    return {p.messages[-1]["content"] for p in stays}
+
+
+@pytest.mark.parametrize("least", [0.3, 0.6, 0.61, 0.9])
+def test_which_near_duplicate_stays_is_decided_by_content_never_by_the_files_order(tmp_path, least):
+    """A shuffled file once gave another training set: the first of a pair stayed."""
+    texts = [text(), text(12), text(23), "short", "?", "!", text(4, 9, 14, 19), text(3), text(3, 4)]
+    expected = by_least_id(texts, least)
+    assert len(expected) < len(texts) or least == 0.9
+    for seed in range(6):
+        shuffled = random.Random(seed).sample(texts, len(texts))
+        file = read_source(write(tmp_path / "a.jsonl", *shuffled), "workload")
+        (left,) = drop_near_duplicates([file], least)
+        (rows,) = kept([left])
+        assert set(rows) == expected
+        assert rows == [t for t in shuffled if t in expected]  # what stays keeps its place
+
+
+def test_a_near_duplicate_says_which_one_stays(tmp_path):
+    first, second = sorted([text(), text(12)], key=lambda t: prompt_of(t).id)
+    file = read_source(write(tmp_path / "a.jsonl", second, "short", first), "workload")
     (left,) = drop_near_duplicates([file], 0.6)
-    assert kept([left]) == [[text(), "short", "?", "!", text(4, 9, 14, 19)]]
-    assert [(r.where, r.reason) for r in left.rejects] == [
-        ("a.jsonl:2", NEAR_DUPLICATE), ("a.jsonl:3", NEAR_DUPLICATE),
-    ]  # fmt: skip
-    assert left.rejects[0].detail == f"similarity 0.60 to {file.prompts[0].id} at a.jsonl:1"
-    assert left.summary() == "a.jsonl: prompt, 7 rows; 2 x near-duplicate prompt"
-    (left,) = drop_near_duplicates([file], 0.61)  # of the same file: nothing was changed in it
-    assert [r.where for r in left.rejects] == ["a.jsonl:3"]
-    assert drop_near_duplicates([file], 0) == [file]
+    (reject,) = left.rejects
+    assert (reject.where, reject.reason) == ("a.jsonl:1", NEAR_DUPLICATE)
+    assert reject.detail == f"similarity 0.60 to {prompt_of(first).id} at a.jsonl:3"
+    assert left.summary() == "a.jsonl: prompt, 3 rows; 1 x near-duplicate prompt"
+    assert drop_near_duplicates([file], 0) == [file]  # nothing was changed in it
 
 
 def test_at_similarity_one_only_case_and_marks_may_differ(tmp_path):
-    file = read_source(write(tmp_path / "a.jsonl", text(), text(23), text().title()), "workload")
-    assert kept(drop_near_duplicates([file], 1.0)) == [[text(), text(23)]]
+    texts = [text(), text(23), text().title()]
+    file = read_source(write(tmp_path / "a.jsonl", *texts), "workload")
+    ((first, second),) = kept(drop_near_duplicates([file], 1.0))
+    assert {first.lower(), second.lower()} == {text(), text(23)}
 
 
 def test_no_near_duplicates_are_on_both_sides(tmp_path):
@@ -96,8 +120,9 @@ def test_no_near_duplicates_are_on_both_sides(tmp_path):
     workload = write(tmp_path / "w.jsonl", *texts[:12], "its own question")
     general = write(tmp_path / "g.jsonl", *texts[12:], "its own question", "another one")
     files = [read_source(workload, "workload"), read_source(general, "general")]
-    left = drop_near_duplicates(files, 0.3)
-    assert kept(left) == [[texts[0], "its own question"], ["its own question", "another one"]]
+    first, second = kept(drop_near_duplicates(files, 0.25))
+    least = min(texts[:12], key=lambda t: prompt_of(t).id)
+    assert first == [least, "its own question"] and second == ["its own question", "another one"]
 
 
 def params(folder, **values):
@@ -120,8 +145,9 @@ def test_what_was_left_out_is_on_disk_with_its_place_beside_what_the_server_refu
         assert [(r["where"], r["reason"]) for r in rows] == [
             (r.where, r.reason) for r in sets.rejects
         ]
+    near = 1 if prompt_of(text(23)).id < prompt_of(text()).id else 3
     assert {(r["where"], r["reason"]) for r in rows} == {
-        ("w.jsonl:2", "duplicate prompt"), ("w.jsonl:3", "near-duplicate prompt"),
+        ("w.jsonl:2", "duplicate prompt"), (f"w.jsonl:{near}", "near-duplicate prompt"),
         ("w.jsonl:4", "an empty message"),
     }  # fmt: skip
     # The id of a duplicate is that of the prompt that stays: it must not count as refused.

@@ -188,7 +188,7 @@ def test_a_value_that_json_cannot_hold_is_a_reason(tmp_path):
         ("a.csv", b"prompt\n", "no usable prompt"),
         ("a.json", b"[]", "no usable prompt"),
         ("folder/x.jsonl", b"{}", "not a saved datasets folder"),
-        ("other/none.jsonl", None, "there is no prompt file"),
+        ("other/none.jsonl", None, "there is no file of prompts"),
     ],
 )
 def test_a_source_that_is_not_what_it_says_is_one_user_error(tmp_path, name, content, reason):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import html
 import importlib.util
 import json
+import re
 import sys
 from dataclasses import asdict
 
@@ -13,9 +15,11 @@ from chat_formats import TOOLS, assistant, call, template_of, user
 
 from eagle3lib import cli
 from eagle3lib.data.generate import AnswerRow
-from eagle3lib.data.template import ChatTemplate, load_chat_template
-from eagle3lib.data.tokens_view import read_row, row_html, row_text, thinking_arguments, view_row
+from eagle3lib.data.render import render_turns
+from eagle3lib.data.template import ChatTemplate, load_chat_template, thinking_arguments
+from eagle3lib.data.tokens_view import read_row, row_html, row_text, view_row
 from eagle3lib.lab.errors import UserError
+from eagle3lib.lab.machine import ROOT
 
 HI = [user("Hi")]
 
@@ -119,6 +123,42 @@ def test_html_marks_trained_tokens_and_escapes_the_rows_own_markup():
     assert "<b>" not in page
     assert page.count("background:") == 5
     assert f'title="{template.ids("<|im_end|>")[0]}">&lt;|im_end|&gt;</span>' in page
+
+
+def test_the_notebooks_view_says_all_that_the_terminals_does():
+    """The boundary and the last ids once stood in the terminal's view alone."""
+    template = template_of("qwen3")
+    other = PROMPT + "<think>\n\n</think>\n\n"
+    for row in (served_row(template, PROMPT), served_row(template, other)):
+        (view,) = view_row(row, template, "row 1")
+        page = html.unescape(re.sub(r"<[^>]*>", "", row_html(view, template)))
+        text = row_text(view, template, colour=False).replace("[[", "").replace("]]", "")
+        assert re.sub(r"\n+", "\n", page) == re.sub(r"\n+", "\n", text)
+
+
+@pytest.mark.parametrize(
+    ("source", "said", "whose"),
+    [
+        ("served", "finish reason stop\n", "as served:"),
+        ("rendered", "the server told no ids", "as in the row:"),
+        ("given", "the answer is not the target's own", "as in the row:"),
+    ],
+)
+def test_ids_that_no_server_told_are_not_called_served(source, said, whose):
+    template = template_of("qwen3")
+    out = shown(served_row(template, PROMPT, token_ids_from=source), template)
+    assert said in out
+    assert f"last prompt ids, {whose}" in out
+
+
+def test_an_answer_that_is_not_trained_is_not_in_the_colour_of_the_trained():
+    template = template_of("qwen3")
+    row = served_row(template, PROMPT, split="heldout")
+    (view,) = view_row(row, template, "row 1")
+    assert shown(row, template).endswith(PROMPT + "((Hello!<|im_end|>))")
+    assert "\x1b[30;42m" not in row_text(view, template, colour=True)
+    green = row_html(view_row(row | {"split": "train"}, template, "row 1")[0], template)
+    assert "#b7e4c7" in green and "#b7e4c7" not in row_html(view, template)
 
 
 @pytest.mark.parametrize(
@@ -258,6 +298,17 @@ def test_the_written_down_smollm2_format_is_the_targets_own(smollm2):
     for some in (messages[:1], messages[:2], messages, [{"role": "system", "content": "S"}]):
         for prompt in (False, True):
             assert written.render(some, prompt=prompt) == smollm2.render(some, prompt=prompt)
+
+
+def test_the_worked_row_of_the_formats_page_has_its_ids_and_mask(smollm2):
+    text = (ROOT / "docs" / "formats.md").read_text(encoding="utf-8")
+    ids = re.search(r"^    ids .*$", text, re.MULTILINE)[0].replace("│", " ").split()[1:]
+    mask = re.search(r"^    loss mask .*$", text, re.MULTILINE)[0].replace("│", " ").split()[2:]
+    turns, _ = render_turns([user("Hi"), assistant("Hello!")], smollm2)
+    asked, said = turns[0].prompt_token_ids[len(SYSTEM_IDS) :], turns[0].answer_token_ids
+    newline = smollm2.ids("\n")  # behind the stop token, in neither
+    assert list(map(int, ids)) == asked + said + newline
+    assert mask == ["0"] * len(asked) + ["1"] * len(said)
 
 
 def test_the_command_prints_a_row_of_a_run(smollm2, tmp_path, monkeypatch, capsys):

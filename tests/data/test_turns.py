@@ -190,6 +190,42 @@ def test_answers_are_kept_apart_by_reason_counted_and_not_trained_on(ask):
     assert sum(r.trained for r in asked_for.values()) == 3  # the looping one still is not
 
 
+MASKS = {
+    "whole": ([1, 2, 9], "stop", ""),
+    "calling": ([1, 8], "tool_calls", ""),
+    "cut": ([1, 2, 3], "length", ""),
+    "endless": ([1, 2, 3], "stop", "no stop token after the answer"),
+    "endless call": ([1, 2], "tool_calls", "no stop token after the answer"),
+    "two turns": ([1, 9, 2, 9], "stop", "a stop token stands inside the answer"),
+    "nothing": ([9], "stop", "the row has no answer: nothing would be trained"),
+}
+
+
+def test_the_mask_of_every_answer_is_checked_and_what_fails_is_counted_and_not_trained_on(ask):
+    """A server that serves another model than the target gives answers without its stop token."""
+    prompts = {k: next(p for i in range(99) if (p := prompt_of(f"{k}, {i}")).split == "train")
+               for k in MASKS}  # fmt: skip
+
+    def reply(request):
+        ids, finish, _ = MASKS[request["messages"][-1]["content"].split(",")[0]]
+        return chat_body(request, ids, "words", finish)
+
+    checked = Sampling(9, 0.0, train_on_cut=True, stop_ids=(8, 9))
+    rows, _ = ask(list(prompts.values()), reply, checked)
+    for kind, (_, _, problem) in MASKS.items():
+        row = rows[prompts[kind].id]
+        assert row.kept_apart == problem and row.trained == (not problem)
+        assert row.usable_tokens == (0 if problem else len(row.answer_token_ids))
+    counts = describe_answers(list(rows.values()), [], [])["kept_apart"]
+    assert counts == {
+        p: n for (_, _, p), n in zip(MASKS.values(), (0, 0, 0, 2, 2, 1, 1), strict=True) if p
+    }
+    unknown, _ = ask(list(prompts.values()), reply, GREEDY, folder="b")  # no stop id is known
+    assert unknown[prompts["endless"].id].kept_apart == ""
+    with pytest.raises(UserError, match=r"3 x no stop token(?s:.)*server serves this target"):
+        ask([prompt_of(f"endless, {i}") for i in range(3)], reply, checked, "c", want_tokens=9)
+
+
 def test_wanted_tokens_are_those_that_are_trained_on(ask):
     prompts = [prompt_of(f"{'cut' if i % 2 else 'fine'} {i}") for i in range(60)]
     rows, requests = ask(prompts, kinds_reply, want_tokens=30, concurrency=3)
@@ -234,6 +270,7 @@ def test_the_phase_asks_all_its_servers_and_tells_what_it_made(monkeypatch, tmp_
     from eagle3lib.lab.run import Phase
 
     monkeypatch.setenv("EAGLE3_OUTPUTS", str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")  # no stop ids: the words here have none
     servers = [StubServer(own_words), StubServer(own_words)]
     prompts = [prompt_of(f"one {i}", "x", "two") for i in range(40)]
     sets = PromptSets(
