@@ -238,10 +238,8 @@ class Client:
                 expected="a server started without --skip-tokenizer-init",
             )
         text, reasoning = native.reasoning_apart(prompt, text)
-        ids = list(answer_ids or [])
-        return Answer(
-            prompt_ids, ids, text, finish, duration_s, None, reasoning, record=native.record_of(meta)
-        )
+        ids, record = list(answer_ids or []), native.record_of(meta)
+        return Answer(prompt_ids, ids, text, finish, duration_s, None, reasoning, record=record)
 
     def _answer(self, asked: Asked, reply: Any, duration_s: float) -> Answer:
         whole = isinstance(reply, ChatCompletion) and reply.choices

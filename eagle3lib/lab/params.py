@@ -9,104 +9,26 @@ Types stay what papermill's parameter cells can hold: str, int, float, bool, lis
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
-from eagle3lib.lab.errors import UserError
+from eagle3lib.lab.benchmark_params import BenchmarkParams
 from eagle3lib.lab.machine import ROOT
+from eagle3lib.lab.phase_params import Dtype, PhaseParams, hub_id, numbers_of, resolve
 
-Dtype = Literal["bfloat16", "float32"]
+__all__ = [
+    "PHASES",
+    "ROOT",
+    "BenchmarkParams",
+    "Dtype",
+    "PhaseParams",
+    "hub_id",
+    "numbers_of",
+    "resolve",
+]
+
 PromptFormat = Literal["auto", "messages", "conversations", "prompt", "instruction", "text"]
-_FILE_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".txt", ".gz", ".zst")
-
-
-class PhaseParams(BaseModel):
-    """What every phase takes."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-    PHASE: ClassVar[str] = ""
-    UPSTREAM: ClassVar[tuple[str, ...]] = ()
-    FILES: ClassVar[tuple[str, ...]] = ()  # fields that name input files
-    FREE: ClassVar[tuple[str, ...]] = ()  # fields that don't decide the result: no rerun
-    GROWING: ClassVar[tuple[str, ...]] = ()  # more of it continues what is there
-
-    run: str = Field("demo", description="name of the run; its folder is outputs/RUN")
-    target: str = Field(
-        "smollm2-135m-instruct",
-        description="smollm2-135m-instruct, a local folder, or a Hub id",
-    )
-
-    @field_validator("run")
-    @classmethod
-    def _run_is_a_folder_name(cls, value: str) -> str:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value) or value == "examples":
-            raise ValueError("a run's name is letters, digits, '.', '_', '-', and not 'examples'")
-        return value
-
-    @classmethod
-    def from_notebook(cls, namespace: dict[str, Any]) -> Self:
-        """Read the values of a notebook's ``parameters`` cell (and of what was injected after
-        it)."""
-        missing = [name for name in cls.model_fields if name not in namespace]
-        if missing:
-            raise UserError(
-                f"the parameters cell lacks: {', '.join(missing)}",
-                expected=f"every field of {cls.__name__}",
-                where=f"notebooks/{cls.PHASE}.ipynb",
-                next="eagle3 notebooks",
-            )
-        return cls.checked(
-            {name: namespace[name] for name in cls.model_fields}, "the parameters cell"
-        )
-
-    @classmethod
-    def checked(cls, values: dict[str, Any], source: str) -> Self:
-        """Validate; every problem becomes a line of one ``UserError`` that names the parameter."""
-        try:
-            return cls.model_validate(values)
-        except ValidationError as error:
-            lines = [_explain(cls, problem) for problem in error.errors()]
-            raise UserError(
-                "\n".join(lines), where=source, next=f"eagle3 params {cls.PHASE}"
-            ) from None
-
-    def input_files(self) -> dict[str, Path]:
-        """Parameter name -> path of the input files and folders named by parameters (relative to
-        the repository); what comes from the Hub has none."""
-        named = {field: getattr(self, field) for field in self.FILES}
-        return {f: resolve(value) for f, value in named.items() if value and not hub_id(value)}
-
-
-def resolve(path: str) -> Path:
-    """A path of the parameters: absolute, or relative to the repository."""
-    given = Path(path).expanduser()
-    return given if given.is_absolute() else ROOT / given
-
-
-def hub_id(value: str) -> str:
-    """``ORG/NAME`` of a data set on the Hub, "" where ``value`` names a path.
-
-    ``hub:`` in front says so; without it ``ORG/NAME`` is taken for the Hub's when no such path is
-    there and no ending says that a file is meant.
-    """
-    name = value.removeprefix("hub:")
-    if name != value:
-        return name
-    looks_like_one = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", value)
-    if not looks_like_one or Path(value).suffix in _FILE_SUFFIXES or resolve(value).exists():
-        return ""
-    return value
-
-
-def _explain(cls: type[PhaseParams], problem: Any) -> str:
-    name = ".".join(str(part) for part in problem["loc"])
-    if problem["type"] == "extra_forbidden":
-        known = ", ".join(cls.model_fields)
-        return f"unknown parameter {name!r} of {cls.PHASE}; known are: {known}"
-    return f"parameter {name!r} of {cls.PHASE}: found {problem['input']!r}; {problem['msg']}"
 
 
 class PlanParams(PhaseParams):
@@ -327,22 +249,6 @@ class ExportParams(PhaseParams):
     max_logit_difference: float = Field(
         0.0, ge=0, description="largest difference in logits after the reload, same dtype"
     )
-
-
-class BenchmarkParams(PhaseParams):
-    PHASE: ClassVar[str] = "06_benchmark_serving"
-    GROWING: ClassVar[tuple[str, ...]] = ("workload_prompts", "general_prompts", "repeats")
-    UPSTREAM: ClassVar[tuple[str, ...]] = ("01_generate_data", "05_export_drafter")
-
-    num_speculative_tokens: int = Field(3, ge=1, le=16, description="K, drafted tokens per round")
-    workload_prompts: int = Field(16, ge=1, description="held-out prompts of the workload")
-    general_prompts: int = Field(8, ge=0, description="held-out prompts of the general set")
-    repeats: int = Field(3, ge=1, description="times that every prompt is asked of every arm")
-    max_new_tokens: int = Field(96, ge=4, description="longest answer, in tokens")
-    dtype: Dtype = Field("bfloat16", description="bfloat16 or float32, as served")
-    max_model_len: int = Field(1024, ge=16, description="longest conversation served, in tokens")
-    compile: bool = Field(False, description="let the engine compile its graphs, slow to start")
-    reference_drafter: str = Field("", description="folder of a known-good drafter, a second arm")
 
 
 class DiagnoseParams(PhaseParams):

@@ -1,0 +1,106 @@
+"""What the parameters of every phase share: strict reading, paths, lists in texts."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from eagle3lib.lab.errors import UserError
+from eagle3lib.lab.machine import ROOT
+
+Dtype = Literal["bfloat16", "float32"]
+_FILE_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".txt", ".gz", ".zst")
+
+
+class PhaseParams(BaseModel):
+    """What every phase takes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    PHASE: ClassVar[str] = ""
+    UPSTREAM: ClassVar[tuple[str, ...]] = ()
+    FILES: ClassVar[tuple[str, ...]] = ()  # fields that name input files
+    FREE: ClassVar[tuple[str, ...]] = ()  # fields that don't decide the result: no rerun
+    GROWING: ClassVar[tuple[str, ...]] = ()  # more of it continues what is there
+
+    run: str = Field("demo", description="name of the run; its folder is outputs/RUN")
+    target: str = Field(
+        "smollm2-135m-instruct",
+        description="smollm2-135m-instruct, a local folder, or a Hub id",
+    )
+
+    @field_validator("run")
+    @classmethod
+    def _run_is_a_folder_name(cls, value: str) -> str:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value) or value == "examples":
+            raise ValueError("a run's name is letters, digits, '.', '_', '-', and not 'examples'")
+        return value
+
+    @classmethod
+    def from_notebook(cls, namespace: dict[str, Any]) -> Self:
+        """Read the values of a notebook's ``parameters`` cell (and of what was injected after
+        it)."""
+        missing = [name for name in cls.model_fields if name not in namespace]
+        if missing:
+            raise UserError(
+                f"the parameters cell lacks: {', '.join(missing)}",
+                expected=f"every field of {cls.__name__}",
+                where=f"notebooks/{cls.PHASE}.ipynb",
+                next="eagle3 notebooks",
+            )
+        return cls.checked(
+            {name: namespace[name] for name in cls.model_fields}, "the parameters cell"
+        )
+
+    @classmethod
+    def checked(cls, values: dict[str, Any], source: str) -> Self:
+        """Validate; every problem becomes a line of one ``UserError`` that names the parameter."""
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            lines = [_explain(cls, problem) for problem in error.errors()]
+            raise UserError(
+                "\n".join(lines), where=source, next=f"eagle3 params {cls.PHASE}"
+            ) from None
+
+    def input_files(self) -> dict[str, Path]:
+        """Parameter name -> path of the input files and folders named by parameters (relative to
+        the repository); what comes from the Hub has none."""
+        named = {field: getattr(self, field) for field in self.FILES}
+        return {f: resolve(value) for f, value in named.items() if value and not hub_id(value)}
+
+
+def resolve(path: str) -> Path:
+    """A path of the parameters: absolute, or relative to the repository."""
+    given = Path(path).expanduser()
+    return given if given.is_absolute() else ROOT / given
+
+
+def numbers_of(text: str, kind: type[Any]) -> list[Any]:
+    """What a parameter lists, parted by commas. Raises ``ValueError`` for what is no ``kind``."""
+    return [kind(part.strip()) for part in text.split(",") if part.strip()]
+
+
+def hub_id(value: str) -> str:
+    """``ORG/NAME`` of a data set on the Hub, "" where ``value`` names a path.
+
+    ``hub:`` in front says so; without it ``ORG/NAME`` is taken for the Hub's when no such path is
+    there and no ending says that a file is meant.
+    """
+    name = value.removeprefix("hub:")
+    if name != value:
+        return name
+    looks_like_one = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", value)
+    if not looks_like_one or Path(value).suffix in _FILE_SUFFIXES or resolve(value).exists():
+        return ""
+    return value
+
+
+def _explain(cls: type[PhaseParams], problem: Any) -> str:
+    name = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        known = ", ".join(cls.model_fields)
+        return f"unknown parameter {name!r} of {cls.PHASE}; known are: {known}"
+    return f"parameter {name!r} of {cls.PHASE}: found {problem['input']!r}; {problem['msg']}"
