@@ -102,7 +102,8 @@ def _caption(seen: list[Look], alarm: DriftAlarm | None) -> str:
     return (
         f"drift {alarm.sum:.1f} of {alarm.limit:.1f}, reference length "
         f"{1 + alarm.reference.mean:.3f}, a false alarm every "
-        f"{alarm.looks_between_false_alarms:.0f} looks (spread of texts {alarm.reference.spread:.1f}, {measured}){rough}"
+        f"{alarm.looks_between_false_alarms:.0f} looks "
+        f"(spread of texts {alarm.reference.spread:.1f}, {measured}){rough}"
     )
 
 

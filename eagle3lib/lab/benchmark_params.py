@@ -25,16 +25,14 @@ class BenchmarkParams(PhaseParams):
     compile: bool = Field(False, description="let the engine compile its graphs, slow to start")
     reference_drafter: str = Field("", description="folder of a known-good drafter, a second arm")
     reference_acceptance_length: float = Field(
-        1.2, ge=1, description="least acceptance length of the reference drafter, its gate"
+        1.2, ge=1, description="least of the reference drafter, its gate"
     )
     own_acceptance_length: float = Field(
-        1.0, ge=1, description="least acceptance length of the own drafter, its gate, 1 is none"
+        1.0, ge=1, description="least of the own drafter, its gate, 1 is none"
     )
     engines: str = Field("vllm", description="vllm, sglang or both, parted by commas")
     concurrency: str = Field("1", description="requests in flight, a sweep parted by commas")
-    more_speculative_tokens: str = Field(
-        "", description="other K to measure, parted by commas, servers start anew for each"
-    )
+    more_speculative_tokens: str = Field("", description="other K to measure, parted by commas")
     temperatures: str = Field("0", description="sampling temperatures, parted by commas")
     context_tokens: str = Field(
         "", description="prompts filled up to so many tokens, a sweep parted by commas"

@@ -9,6 +9,7 @@ Types stay what papermill's parameter cells can hold: str, int, float, bool, lis
 
 from __future__ import annotations
 
+import re
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
