@@ -70,7 +70,9 @@ def arm_result(
     """``rows``: one point's, all arms; the plain arm's are what a drafter is compared with."""
     mine = [r for r in rows if (r.arm, r.set) == (arm, set_name)]
     tokens, seconds = _tokens(mine), sum(r.duration_s for r in mine)
-    throughput = _throughput(mine, point.concurrency)
+    # Both sets of prompts are in flight together: the machine's speed is that of the whole block.
+    block = mine if point.concurrency == 1 else [r for r in rows if r.arm == arm]
+    throughput = _throughput(block, point.concurrency)
     result: dict[str, Any] = {
         "arm": arm,
         "set": set_name,
@@ -174,8 +176,7 @@ def _tokens(rows: list[RequestRow]) -> int:
 
 
 def _throughput(rows: list[RequestRow], concurrency: int) -> float:
-    """Tokens per second of whole blocks (one a repeat); one at a time it is the reader's speed.
-    Both sets of prompts run in one block, and a set's share of it is taken by its tokens."""
+    """Tokens per second of whole blocks (one a repeat); one at a time it is the reader's speed."""
     seconds = 0.0
     for repeat in {r.repeat for r in rows}:
         part = [r for r in rows if r.repeat == repeat]
