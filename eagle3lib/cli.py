@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from eagle3lib import cli_drafter, cli_serve
+from eagle3lib import cli_drafter, cli_measure, cli_serve
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.notebooks import NotebookError, write_parameter_cells
 from eagle3lib.lab.params import PHASES
@@ -159,6 +159,8 @@ for _command in (
     cli_drafter.convert,
     cli_drafter.doctor,
     cli_drafter.card,
+    cli_measure.watch,
+    cli_measure.gate,
 ):
     app.command()(_command)
 

@@ -14,9 +14,9 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from eagle3lib.lab.phase_params import PhaseParams
+from eagle3lib.lab.benchmark_params import BenchmarkParams
+from eagle3lib.lab.phase_params import Dtype, PhaseParams
 
-Dtype = Literal["bfloat16", "float32"]
 Loss = Literal["kl", "ce", "rkl", "tv", "lk", "hybrid"]
 PromptFormat = Literal["auto", "messages", "conversations", "prompt", "instruction", "text"]
 
@@ -344,22 +344,6 @@ class ExportParams(PhaseParams):
     licence: str = Field(
         "", description="licence in the model card, such as apache-2.0, none if empty"
     )
-
-
-class BenchmarkParams(PhaseParams):
-    PHASE: ClassVar[str] = "06_benchmark_serving"
-    GROWING: ClassVar[tuple[str, ...]] = ("workload_prompts", "general_prompts", "repeats")
-    UPSTREAM: ClassVar[tuple[str, ...]] = ("01_generate_data", "05_export_drafter")
-
-    num_speculative_tokens: int = Field(3, ge=1, le=16, description="K, drafted tokens per round")
-    workload_prompts: int = Field(16, ge=1, description="held-out prompts of the workload")
-    general_prompts: int = Field(8, ge=0, description="held-out prompts of the general set")
-    repeats: int = Field(3, ge=1, description="times that every prompt is asked of every arm")
-    max_new_tokens: int = Field(96, ge=4, description="longest answer, in tokens")
-    dtype: Dtype = Field("bfloat16", description="bfloat16 or float32, as served")
-    max_model_len: int = Field(1024, ge=16, description="longest conversation served, in tokens")
-    compile: bool = Field(False, description="let the engine compile its graphs, slow to start")
-    reference_drafter: str = Field("", description="folder of a known-good drafter, a second arm")
 
 
 class DiagnoseParams(PhaseParams):
