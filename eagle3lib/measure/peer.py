@@ -28,7 +28,8 @@ from eagle3lib.lab.files import read_json, write_json
 from eagle3lib.lab.params import BenchmarkParams
 from eagle3lib.lab.run import Phase
 from eagle3lib.measure.accounting import MIN_PROMPTS
-from eagle3lib.measure.arms import RequestRow, benchmark_prompts, counts_of, run_arms
+from eagle3lib.measure.arms import RequestRow, benchmark_prompts, counts_of
+from eagle3lib.measure.serve_arms import run_arms
 from eagle3lib.target.folder import Target
 from eagle3lib.target.model import TargetHead
 from eagle3lib.target.states import StateStore
