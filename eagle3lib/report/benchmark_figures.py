@@ -8,10 +8,10 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from eagle3lib.measure.arms import OWN, PLAIN, REFERENCE
+from eagle3lib.report.style import BLUE, GREEN, GREY, ORANGE, styled
 
-# Okabe and Ito's, as in every figure of the lab.
-_COLOURS = {PLAIN: "#6e6e6e", REFERENCE: "#0072B2", OWN: "#009E73"}
-_LENGTH, _COST, _EVEN = "#0072B2", "#E69F00", "#6e6e6e"
+_COLOURS = {PLAIN: GREY, REFERENCE: BLUE, OWN: GREEN}
+_LENGTH, _COST, _EVEN = BLUE, ORANGE, GREY
 _DASHES = {"vllm": "solid", "sglang": "dash"}
 
 
@@ -38,7 +38,7 @@ def load_curves(metrics: dict[str, Any], set_name: str = "workload") -> go.Figur
             hovertemplate="%{x} in flight: %{y:.1f} tok/s<extra>" + name + "</extra>",
         )
     figure.update_xaxes(type="log", dtick="L1" if len(_loads(lines)) < 2 else None)
-    return _styled(
+    return styled(
         figure, "Speed under load", "requests in flight", "tokens per second, all readers"
     )
 
@@ -72,7 +72,7 @@ def pays_curves(metrics: dict[str, Any], set_name: str = "workload") -> go.Figur
                 row=1,
                 col=column,
             )
-    figure = _styled(
+    figure = styled(
         figure, "Where speculation pays", "drafted per round (K)", "tokens, plain steps"
     )
     return figure.update_xaxes(dtick=1).update_layout(legend_y=1.1, margin_t=80)
@@ -102,7 +102,7 @@ def arrival_bars(metrics: dict[str, Any], set_name: str = "workload") -> go.Figu
             row=1,
             col=column,
         )
-    figure = _styled(figure, "When tokens arrive (median, whisker to p99)", "", "milliseconds", 340)
+    figure = styled(figure, "When tokens arrive (median, whisker to p99)", "", "milliseconds", 340)
     return figure.update_layout(margin_t=80)
 
 
@@ -124,16 +124,3 @@ def _repeated_baseline(line: dict[str, Any], metrics: dict[str, Any]) -> bool:
 
 def _loads(lines: list[dict[str, Any]]) -> list[int]:
     return sorted({p["concurrency"] for p in lines})
-
-
-def _styled(figure: go.Figure, title: str, x: str, y: str, height: int = 380) -> go.Figure:
-    figure.update_layout(
-        title={"text": title, "x": 0, "xanchor": "left", "font": {"size": 16}},
-        template="plotly_white",
-        height=height,
-        margin={"l": 60, "r": 20, "t": 56, "b": 50},
-        legend={"orientation": "h", "y": 1.02, "x": 1, "xanchor": "right", "yanchor": "bottom"},
-        font={"family": "system-ui, sans-serif", "size": 13},
-    )
-    figure.update_xaxes(title=x)
-    return figure.update_yaxes(title=y, col=1) if figure._grid_ref else figure.update_yaxes(title=y)
