@@ -1,6 +1,6 @@
 """A run as the diagnosis reads it: every artefact once, what can't be read as a cause of its own.
 
-Any part may be None: a run that stopped early, or a drafter that was trained elsewhere, is diagnosed
+Any part may be None: a run that stopped early, or a drafter trained elsewhere, is diagnosed
 by what is there.
 """
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from eagle3lib.data.rows import AnswerRow, read_answers
 from eagle3lib.diagnose.cause import Cause
+from eagle3lib.diagnose.replay import first_repeat
 from eagle3lib.drafter.checkpoint import check_drafter_folder, read_drafter
 from eagle3lib.drafter.model import Drafter
 from eagle3lib.drafter.vocab import VocabMap
@@ -24,7 +25,7 @@ from eagle3lib.drafter.weights import read_weights
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import read_json, read_jsonl
 from eagle3lib.lab.finding import Finding
-from eagle3lib.measure.arms import OWN, RequestRow, first_repeat, read_requests
+from eagle3lib.measure.arms import OWN, RequestRow, read_requests
 from eagle3lib.target.capture import forward_states
 from eagle3lib.target.folder import Target
 from eagle3lib.target.model import DTYPES, TargetHead, load_target

@@ -48,7 +48,7 @@ class Answered:
 
 @dataclass(frozen=True)
 class Setting:
-    """A drafter and how it is served. ``chain`` are added to the rotary position of steps 0..K-1."""
+    """A drafter and how it is served. ``chain`` is added to the rotary position, step by step."""
 
     drafter: Drafter
     slots: tuple[int, ...]

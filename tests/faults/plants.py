@@ -1,0 +1,483 @@
+"""How each fault of the catalogue is planted, by its number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from plant import BENCH, EXPORT, MAP, STATES, TRAIN, Plant
+from safetensors.torch import load_file, save_file
+
+from eagle3lib.data.rows import AnswerRow, read_answers
+from eagle3lib.drafter.vocab import build_vocab_map, count_tokens
+from eagle3lib.lab.files import read_json, write_atomic
+from eagle3lib.measure.arms import PLAIN, RequestRow
+
+
+def _steps(by: int) -> Callable[[Plant], None]:
+    return lambda p: p.record(change=lambda s: replace(s, steps=s.steps + by))
+
+
+def _engine(label: str) -> Callable[[Plant], None]:
+    return lambda p: p.record(label)
+
+
+def _counters(factor: float) -> Callable[[Plant], None]:
+    return lambda p: p.counters(lambda c: {k: round(v * factor) for k, v in c.items()})
+
+
+def _mean_of_requests(rows: list[RequestRow], _: float) -> float:
+    own = [1 + sum(r.accepted or []) / len(r.accepted or [0]) for r in rows]
+    return sum(own) / len(own)
+
+
+def _looping(p: Plant) -> None:
+    def loop(r: RequestRow) -> RequestRow:
+        some = r.answer_token_ids[:8]
+        return replace(r, answer_token_ids=(some * 9)[: max(len(r.answer_token_ids), 60)])
+
+    p.requests(loop)
+    p.record()
+
+
+def _sampled(p: Plant) -> None:
+    p.json(f"{BENCH}/metrics.json", lambda m: m | {"temperature": 1.0})
+
+
+def _user_text(p: Plant, r: RequestRow) -> list[int]:
+    """The prompt without its header and generation prompt."""
+    ids = r.prompt_token_ids
+    return ids[max(1, len(ids) // 3) : -4] if len(ids) > 12 else ids[1:-1]
+
+
+def _other_template(p: Plant, ids: list[int]) -> list[int]:
+    """[INST] in place of the target's own markers: what another family's template looks like."""
+    inner = ids[max(1, len(ids) // 4) : -5] or ids[1:]
+    vocab = p.target.vocab_size
+    opening, closing = [7 % vocab, 9 % vocab, 11 % vocab], [12 % vocab, 13 % vocab]
+    return opening + inner + closing
+
+
+def _random_prompts(p: Plant) -> None:
+    low, high = 3, p.target.vocab_size - 1
+    made: dict[str, list[int]] = {}
+
+    def ids(r: RequestRow) -> list[int]:
+        return made.setdefault(r.prompt, [p.random.randint(low, high) for _ in range(24)])
+
+    p.ask(ids)
+    p.rows(lambda r: replace(r, prompt_token_ids=made.get(r.id, r.prompt_token_ids)))
+
+
+def _unequal(p: Plant) -> None:
+    def halve(servers: dict[str, Any]) -> None:
+        servers[PLAIN]["threads"] = max(1, servers[PLAIN]["threads"] // 2)
+        for arm in servers:
+            if arm != PLAIN:
+                servers[arm]["threads"] = 2 * servers[PLAIN]["threads"]
+
+    p.json(f"{BENCH}/servers.json", halve)
+
+
+def _lost_rounds(p: Plant) -> None:
+    p.requests(
+        lambda r: r if r.accepted is None or len(r.accepted) < 9 else replace(
+            r, accepted=r.accepted[: len(r.accepted) // 3],
+            drafted=(r.drafted or [])[: len(r.accepted) // 3],
+        )
+    )  # fmt: skip
+    p.count()
+
+
+def _trained_prompts(p: Plant) -> None:
+    asked = {r.prompt for r in _requests(p)}
+    p.rows(lambda r: replace(r, split="train", kept_apart="") if r.id in asked else r)
+
+
+def _requests(p: Plant) -> list[RequestRow]:
+    from eagle3lib.measure.arms import read_requests
+
+    return read_requests(p.folder / BENCH)
+
+
+def _nothing(p: Plant) -> None:
+    p.requests(
+        lambda r: r if r.accepted is None else replace(
+            r, accepted=[0] * (len(r.answer_token_ids) - 1),
+            drafted=[p.benchmark()["num_speculative_tokens"]] * (len(r.answer_token_ids) - 1),
+        )
+    )  # fmt: skip
+    p.count()
+
+
+def _export_then_record(change: Callable[[Plant, dict[str, torch.Tensor]], None]) -> Any:
+    def planted(p: Plant) -> None:
+        p.export(lambda t: change(p, t))
+        p.record()
+
+    return planted
+
+
+def _absolute(p: Plant) -> None:
+    def absolute(t: dict[str, torch.Tensor]) -> None:
+        t["d2t"] = t["d2t"] + torch.arange(len(t["d2t"]))
+
+    p.export(absolute)
+
+
+def _rebuilt_map(p: Plant) -> None:
+    vocab = p.other_map()
+    p.export(lambda t: t.update(d2t=vocab.d2t, t2d=vocab.t2d))
+    p.record()
+
+
+def _no_map(p: Plant) -> None:
+    p.record("draft ids as target ids")
+    p.export(lambda t: [t.pop(k) for k in ("d2t", "t2d")] and None)
+
+
+def _random_embeddings(p: Plant, t: dict[str, torch.Tensor]) -> None:
+    like = p.head.embedding
+    t["embed_tokens.weight"] = torch.randn(
+        like.shape, generator=torch.Generator().manual_seed(1)
+    ).to(t["fc.weight"].dtype) * like.float().std().to(t["fc.weight"].dtype)
+
+
+def _first_rows(p: Plant, t: dict[str, torch.Tensor]) -> None:
+    t["lm_head.weight"] = p.head.head[: len(t["d2t"])].to(t["lm_head.weight"].dtype).clone()
+
+
+def _norms_of_ones(p: Plant, t: dict[str, torch.Tensor]) -> None:
+    for name, value in t.items():
+        if "norm" in name:
+            t[name] = torch.ones_like(value)
+
+
+def _random_mlp(p: Plant, t: dict[str, torch.Tensor]) -> None:
+    for name, value in t.items():
+        if ".mlp." in name:
+            t[name] = torch.randn_like(value) * 0.02
+
+
+def _config_then_record(**changes: Any) -> Callable[[Plant], None]:
+    def planted(p: Plant) -> None:
+        p.config(**changes)
+        p.record()
+
+    return planted
+
+
+def _ids(p: Plant) -> list[int]:
+    c = read_json(p.folder / EXPORT / "drafter" / "config.json")
+    return list(c["eagle_aux_hidden_state_layer_ids"])
+
+
+def _one_later(p: Plant) -> None:
+    later = [i + 1 for i in _ids(p)]
+    p.config(
+        eagle_aux_hidden_state_layer_ids=later,
+        eagle_config={"eagle_aux_hidden_state_layer_ids": [i - 1 for i in later],
+                      "use_aux_hidden_state": True},
+    )  # fmt: skip
+    p.record()
+
+
+def _conflict(p: Plant) -> None:
+    p.config(eagle_config={"eagle_aux_hidden_state_layer_ids": [i + 2 for i in _ids(p)],
+                           "use_aux_hidden_state": True})  # fmt: skip
+
+
+def _rope(theta: float | None = None, **scaling: Any) -> Callable[[Plant], None]:
+    def planted(p: Plant) -> None:
+        c = read_json(p.folder / EXPORT / "drafter" / "config.json")
+        rope = c["rope_parameters"] | scaling | ({"rope_theta": theta} if theta else {})
+        p.config(rope_parameters=rope, rope_theta=rope["rope_theta"])
+        p.record()
+
+    return planted
+
+
+def _short_table(p: Plant) -> None:
+    longest = max(len(r.prompt_token_ids) + len(r.answer_token_ids) for r in _requests(p))
+    p.config(max_position_embeddings=longest // 2)
+
+
+def _stuck(x: torch.Tensor) -> torch.Tensor:
+    x[len(x) // 3 : 2 * len(x) // 3] = x[len(x) // 3]
+    return x
+
+
+def _slots_later(p: Plant) -> None:
+    """States captured again at the outputs of the layers, under the ids of their inputs."""
+    index = read_json(p.folder / STATES / "states" / "index.json")
+    slots = tuple(s + 1 for s in index["slots"])
+    by_shard: dict[str, list[dict[str, Any]]] = {}
+    for e in index["conversations"]:
+        by_shard.setdefault(e["shard"], []).append(e)
+    for name, entries in by_shard.items():
+
+        def again(t: dict[str, torch.Tensor], entries: Any = entries) -> None:
+            whole = t["hidden_states"].clone()
+            for e in entries[:: max(1, len(entries) // 8)]:
+                span = slice(e["start"], e["start"] + e["tokens"])
+                made = p.states_of(t["token_ids"][span].tolist(), slots)
+                whole[span] = made.to(whole.dtype)
+            t["hidden_states"] = whole
+
+        p.tensors(f"{STATES}/states/{name}", again)
+    kept = {e["id"] for n in by_shard for e in by_shard[n][:: max(1, len(by_shard[n]) // 8)]}
+    p.json(f"{STATES}/states/index.json",
+           lambda i: i | {"conversations": [e for e in i["conversations"] if e["id"] in kept]})  # fmt: skip
+
+
+def _normed(p: Plant) -> None:
+    def norm(x: torch.Tensor) -> torch.Tensor:
+        x[:, -1] = p.head.normed(x[:, -1].to(p.head.norm.dtype)).to(x.dtype)
+        return x
+
+    p.states(norm)
+
+
+def _swapped(p: Plant) -> None:
+    """Every conversation gets the states of the one before it in its shard."""
+    kept: list[torch.Tensor] = []
+
+    def swap(x: torch.Tensor) -> torch.Tensor:
+        kept.append(x.clone())
+        other = kept[-2] if len(kept) > 1 else x.flip(0)
+        return other[torch.arange(len(x)) % len(other)]
+
+    p.states(swap)
+
+
+def _prompt_tokens(by: int) -> Callable[[Plant], None]:
+    return lambda p: p.index(lambda e: e.update(prompt_tokens=e["prompt_tokens"] + by))
+
+
+def _flat_curve(p: Plant) -> None:
+    """A training whose loss never moved, and the drafter as it began."""
+    import json
+
+    path = p.folder / TRAIN / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    first = next(r for r in rows if r["kind"] == "train")["steps"]
+    for r in rows:
+        if r["kind"] == "train":
+            r["steps"] = first
+    from eagle3lib.lab.files import write_text
+
+    write_text(path, "".join(json.dumps(r) + "\n" for r in rows))
+    shapes = torch.Generator().manual_seed(3)
+
+    def fresh(t: dict[str, torch.Tensor]) -> None:
+        for name, value in t.items():
+            if value.ndim == 2 and "lm_head" not in name and "embed" not in name:
+                noise = torch.randn(value.shape, generator=shapes) * 0.02
+                t[name] = noise.to(value.dtype)
+
+    _both_weights(p, fresh)
+    p.record()
+
+
+def _both_weights(p: Plant, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    """The same change in the trained checkpoint and in the export."""
+    best = f"{TRAIN}/checkpoints/best/drafter.safetensors"
+    p.tensors(best, change)
+    trained = load_file(p.folder / best)
+    p.export(lambda t: t.update({k: v.to(t[k].dtype) for k, v in trained.items() if k in t}))
+
+
+def _few_answers(p: Plant) -> None:
+    kept = {r.id for r in [r for r in read_answers(p.folder / "01_generate_data") if r.trained][:4]}
+    p.trained(lambda r: r if r.id in kept else None)
+    p.json(f"{TRAIN}/metrics.json", lambda m: m | {"trained_tokens": 4 * 60})
+    generator = torch.Generator().manual_seed(5)
+
+    def barely(t: dict[str, torch.Tensor]) -> None:
+        for name, value in t.items():
+            if value.ndim == 2 and "lm_head" not in name:
+                noise = torch.randn(value.shape, generator=generator) * value.float().std()
+                t[name] = (0.6 * value.float() + 0.8 * noise).to(value.dtype)
+
+    _both_weights(p, barely)
+    p.record()
+
+
+def _off_policy(p: Plant) -> None:
+    """Every trained answer is other text: the words of another answer, backwards; its states are
+    those of these tokens."""
+    change: dict[str, list[int]] = {}
+
+    def other(r: AnswerRow) -> AnswerRow:
+        change[r.id] = r.answer_token_ids[::-1]
+        return replace(r, answer_token_ids=change[r.id])
+
+    p.trained(other)
+    rows = {r.id: r for r in read_answers(p.folder / "01_generate_data")}
+    index = read_json(p.folder / STATES / "states" / "index.json")
+    slots = tuple(index["slots"])
+    kept = [e for e in index["conversations"] if e["id"] not in change]
+    made = list(change)[:24]
+    tensors: dict[str, list[torch.Tensor]] = {"hidden_states": [], "token_ids": []}
+    start = 0
+    for name in made:
+        r = rows[name]
+        ids = r.prompt_token_ids + r.answer_token_ids
+        tensors["hidden_states"].append(p.states_of(ids, slots))
+        tensors["token_ids"].append(torch.tensor(ids))
+        old = next(e for e in index["conversations"] if e["id"] == name)
+        kept.append(old | {"shard": "shard-other.safetensors", "start": start, "tokens": len(ids)})
+        start += len(ids)
+    joined = {k: torch.cat(v) for k, v in tensors.items()}
+    write_atomic(p.folder / STATES / "states" / "shard-other.safetensors",
+                 lambda tmp: save_file(joined, tmp))  # fmt: skip
+    p.json(f"{STATES}/states/index.json", lambda i: i | {"conversations": kept})
+
+
+def _system(p: Plant) -> None:
+    said = [{"role": "system", "content": "You answer in rhymes."}]
+    from eagle3lib.data.template import load_chat_template
+
+    template = load_chat_template(p.target.folder, p.target.stop_ids())
+
+    def given(r: AnswerRow) -> AnswerRow:
+        messages = said + [m for m in r.messages if m["role"] != "system"]
+        ids = template.ids(template.render(messages, prompt=True))
+        return replace(r, messages=messages, prompt_token_ids=ids)
+
+    p.trained(given)
+    lengths = {r.id: len(r.prompt_token_ids) for r in read_answers(p.folder / "01_generate_data")}
+    p.index(lambda e: e.update(prompt_tokens=lengths[e["id"]]))
+
+
+def _half_covered(p: Plant) -> None:
+    """The training's own map leaves out every second token that is served."""
+    size = len(load_file(p.folder / MAP / "vocab_map.safetensors")["d2t"])
+    served = count_tokens(r.answer_token_ids for r in _requests(p))
+    ranked = [t for t, _ in served.most_common()]
+    left_out = set(ranked[1::2])
+    others = [t for t in range(p.target.vocab_size) if t not in left_out]
+    vocab = build_vocab_map(count_tokens([ranked[0::2]]), p.target.vocab_size, size,
+                            (ranked[0::2] + others)[:size])  # fmt: skip
+    old = load_file(p.folder / MAP / "vocab_map.safetensors")
+    old_ids = torch.arange(size) + old["d2t"]
+    at = {int(t): i for i, t in enumerate(old_ids)}
+
+    def remap(t: dict[str, torch.Tensor]) -> None:
+        head = p.head.head[vocab.target_ids].to(t["lm_head.weight"].dtype).clone()
+        for i, token in enumerate(vocab.target_ids.tolist()):
+            if token in at:
+                head[i] = t["lm_head.weight"][at[token]]
+        t.update({"lm_head.weight": head, "d2t": vocab.d2t, "t2d": vocab.t2d})
+
+    vocab.save(p.folder / MAP / "vocab_map.safetensors")
+    _both_weights(p, remap)
+    p.export(lambda t: t.update(d2t=vocab.d2t, t2d=vocab.t2d))
+    p.record()
+
+
+def _short_answers(p: Plant) -> None:
+    p.index(lambda e: e.update(tokens=min(e["tokens"], e["prompt_tokens"] + 6)))
+    lengths: dict[str, int] = {}
+    for r in read_answers(p.folder / "01_generate_data"):
+        lengths[r.id] = 6
+    p.trained(lambda r: replace(r, answer_token_ids=r.answer_token_ids[:6]))
+    longest = 40
+    p.json(f"{STATES}/states/index.json", lambda i: i | {"conversations": [
+        e for e in i["conversations"] if e["split"] == "heldout" or e["tokens"] <= longest]})  # fmt: skip
+
+
+def _other_domain(p: Plant) -> None:
+    """Trained answers use other words: every token moved to another part of the vocabulary."""
+
+    def moved(r: AnswerRow) -> AnswerRow:
+        size = p.target.vocab_size
+        return replace(r, answer_token_ids=[(t + size // 2) % size for t in r.answer_token_ids])
+
+    p.trained(moved)
+
+
+PLANTS: dict[str, Callable[[Plant], None]] = {
+    "F01": _steps(-1),
+    "F02": _steps(1),
+    "F03": _counters(3.0),
+    "F04": _counters(1.5),
+    "F05": lambda p: p.reported(_mean_of_requests),
+    "F06": lambda p: p.reported(lambda rows, length: length - 1),
+    "F07": _looping,
+    "F08": _sampled,
+    "F09": lambda p: p.ask(lambda r: _user_text(p, r)),
+    "F10": lambda p: p.ask(lambda r: _other_template(p, r.prompt_token_ids)),
+    "F11": _unequal,
+    "F12": _lost_rounds,
+    "F13": _random_prompts,
+    "F14": _trained_prompts,
+    "F15": _engine("slots +1"),
+    "F16": _engine("slots -1"),
+    "F17": _engine("slots in reverse"),
+    "F18": _engine("draft steps one position late"),
+    "F19": _engine("draft steps at the base position"),
+    "F20": _engine("state of p - 1"),
+    "F21": _engine("token x[p] enters"),
+    "F22": _engine("draft ids as target ids"),
+    "F23": _engine("offsets read as ids"),
+    "F24": _engine("embeddings are zeros"),
+    "F25": _engine("rotary base 10,000"),
+    "F26": _engine("norm_output the other way"),
+    "F27": _engine("norm_before_residual the other way"),
+    "F28": _engine("hidden_norm skipped"),
+    "F29": _engine("prompt's draft keys lost"),
+    "F30": _engine("four bits"),
+    "F31": _engine("second rank's half lost"),
+    "F32": _engine("states are zeros"),
+    "F33": lambda p: p.record("states are zeros", later_half=True),
+    "F34": _nothing,
+    "F35": _absolute,
+    "F36": _rebuilt_map,
+    "F37": _no_map,
+    "F38": _export_then_record(_random_embeddings),
+    "F39": lambda p: p.config(tie_word_embeddings=True),
+    "F40": _export_then_record(_first_rows),
+    "F41": _export_then_record(_norms_of_ones),
+    "F42": _one_later,
+    "F43": _conflict,
+    "F44": _rope(10_000.0),
+    "F45": _rope(rope_type="linear", factor=4.0),
+    "F46": _short_table,
+    "F47": _config_then_record(norm_output=True),
+    "F48": _export_then_record(_random_mlp),
+    "F49": lambda p: p.cut(p.folder / EXPORT / "drafter" / "model.safetensors"),
+    "F50": lambda p: p.states(torch.zeros_like, most=1),
+    "F51": lambda p: p.states(lambda x: x.roll(1, 0)),
+    "F52": lambda p: p.states(lambda x: x.roll(-1, 0)),
+    "F53": _slots_later,
+    "F54": _normed,
+    "F55": _swapped,
+    "F56": lambda p: p.states(_stuck, most=1),
+    "F57": _prompt_tokens(1),
+    "F58": _prompt_tokens(-1),
+    "F59": lambda p: p.index(lambda e: e.update(prompt_tokens=1)),
+    "F60": lambda p: p.index(lambda e: e.update(tokens=e["tokens"] - 1)),
+    "F61": lambda p: p.json(
+        f"{TRAIN}/inputs.json", lambda i: i | {"params": i["params"] | {"steps": 1}}
+    ),
+    "F62": _flat_curve,
+    "F63": lambda p: p.cut(sorted((p.folder / STATES / "states").glob("*.safetensors"))[0]),
+    "F64": lambda p: p.json(
+        f"{STATES}/states/index.json", lambda i: i | {"target_fingerprint": "0123456789abcdef"}
+    ),
+    "F65": _off_policy,
+    "F66": lambda p: p.trained(
+        lambda r: replace(r, prompt_token_ids=_other_template(p, r.prompt_token_ids))
+    ),
+    "F67": lambda p: p.trained(
+        lambda r: replace(r, reasoning_kind="complete", sampling=r.sampling | {"thinking": "on"})
+    ),
+    "F68": _system,
+    "F69": _half_covered,
+    "F70": _few_answers,
+    "F71": _short_answers,
+    "F72": _other_domain,
+}  # fmt: skip
