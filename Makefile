@@ -9,7 +9,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 STAMP := $(VENV)/.eagle3-ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint nb lab report lock notebooks conda clean
+.PHONY: help setup demo test lint nb faults lab report lock notebooks conda clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +42,10 @@ lint: setup ## ruff over code and notebooks, notebooks stripped, parameter cells
 
 nb: setup ## Run every notebook under nbval with the tiny profile
 	@$(BIN)/python -m pytest tests/notebooks
+
+faults: setup ## Plant every fault of the catalogue into a healthy run and print the table
+	@test -f outputs/faults/06_benchmark_serving/manifest.json || $(BIN)/eagle3 run params/faults.yaml
+	@$(BIN)/python tests/faults/bench.py --table docs/fault_bench.md
 
 lab: setup ## Open JupyterLab in this environment
 	@cd notebooks && ../$(BIN)/jupyter lab

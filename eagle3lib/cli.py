@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from eagle3lib import cli_diagnose
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.notebooks import NotebookError, write_parameter_cells
 from eagle3lib.lab.params import PHASES
@@ -116,6 +117,9 @@ def notebooks(
         print(f"{name}: {'out of step, run: eagle3 notebooks' if check else 'written'}")
     if check and changed:
         raise typer.Exit(1)
+
+
+app.command()(cli_diagnose.diagnose)
 
 
 def _run_name(profile_or_run: str) -> str:

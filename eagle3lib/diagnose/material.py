@@ -17,6 +17,7 @@ from torch import Tensor
 
 from eagle3lib.data.rows import AnswerRow, read_answers
 from eagle3lib.diagnose.cause import Cause
+from eagle3lib.diagnose.live import StatesOf, live_states
 from eagle3lib.diagnose.replay import first_repeat
 from eagle3lib.drafter.checkpoint import check_drafter_folder, read_drafter
 from eagle3lib.drafter.model import Drafter
@@ -26,13 +27,11 @@ from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import read_json, read_jsonl
 from eagle3lib.lab.finding import Finding
 from eagle3lib.measure.arms import OWN, RequestRow, read_requests
-from eagle3lib.target.capture import forward_states
 from eagle3lib.target.folder import Target
-from eagle3lib.target.model import DTYPES, TargetHead, load_target
+from eagle3lib.target.model import DTYPES, TargetHead
 from eagle3lib.target.states import StateStore
 
 T = TypeVar("T")
-StatesOf = Callable[[list[int], tuple[int, ...]], Tensor]  # ids, slots -> [T, slots + 1, H]
 MOST_ANSWERS = 32  # replayed; a demo run has 24
 
 
@@ -90,18 +89,6 @@ def _unreadable(error: UserError, question: int) -> Cause:
         "make the file again, or copy it whole", lines[-1].strip() if len(lines) > 1 else "",
         question=question, experiment="the file was opened and read",
     )  # fmt: skip
-
-
-def live_states(target: Target, dtype: str) -> StatesOf:
-    """States from the target itself, loaded at the first call."""
-    loaded: list[Any] = []
-
-    def states_of(ids: list[int], slots: tuple[int, ...]) -> Tensor:
-        if not loaded:
-            loaded.append(load_target(target, dtype))
-        return forward_states(loaded[0], [ids], slots)[0]
-
-    return states_of
 
 
 def read_material(
@@ -176,3 +163,16 @@ def _tolerant(m: Material) -> Drafter | None:
         return read_drafter(m.export, m.target.config, m.head.embedding, DTYPES[m.dtype])
     except UserError:
         return None
+
+
+def foreign_material(
+    target: Target, drafter: Path, requests: list[RequestRow], steps: int, dtype: str
+) -> Material:
+    """A drafter that was trained elsewhere: its folder, and requests that some server answered
+    (with its record of rounds where there is one)."""
+    m = Material(
+        target, TargetHead(target, dtype), live_states(target, dtype), dtype,
+        benchmark={"num_speculative_tokens": steps, "dtype": dtype}, requests=requests,
+    )  # fmt: skip
+    _read_export(m, drafter)
+    return m

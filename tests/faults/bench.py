@@ -30,8 +30,9 @@ from plants import PLANTS
 from eagle3lib.diagnose.cause import Cause
 from eagle3lib.diagnose.causes import causes_of
 from eagle3lib.diagnose.evidence import collect
-from eagle3lib.diagnose.material import StatesOf, read_material
-from eagle3lib.lab.files import (  # noqa: E402
+from eagle3lib.diagnose.live import StatesOf
+from eagle3lib.diagnose.material import read_material
+from eagle3lib.lab.files import (
     hash_file,
     hash_files,
     hash_json,

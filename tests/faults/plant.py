@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eagle3lib.data.rows import AnswerRow, read_answers
-from eagle3lib.diagnose.material import StatesOf
+from eagle3lib.diagnose.live import StatesOf
 from eagle3lib.diagnose.served import Answered, Setting, drafts_of, replays
 from eagle3lib.diagnose.variants import engine_variants
 from eagle3lib.drafter.checkpoint import read_drafter
