@@ -71,7 +71,7 @@ def _asked(prompts: Path | None, server: str, max_tokens: int) -> list[RequestRo
     from eagle3lib.measure.arms import OWN, RequestRow
 
     if prompts is None:
-        raise UserError("no prompts", expected="--prompts FILE.jsonl", next="eagle3 diagnose --help")
+        raise UserError("no prompts", expected="--prompts FILE", next="eagle3 diagnose --help")
     if not prompts.exists():
         raise UserError("the file of prompts is not there", where=prompts)
     rows, out = read_jsonl(prompts), []

@@ -41,9 +41,11 @@ class Cause(Finding):
 
 def ranked(causes: Iterable[Cause]) -> list[Cause]:
     """Each code once a place, the first that was found; in the order of the module's text."""
-    unique = {(c.code, c.where): c for c in reversed(list(causes))}
+    unique: dict[tuple[str, str], Cause] = {}
+    for cause in causes:
+        unique.setdefault((cause.code, cause.where), cause)
     return sorted(
-        reversed(unique.values()),
+        unique.values(),
         key=lambda c: (_ORDER[c.severity], _PROOF[c.proof], -(c.cost or 0.0), c.question),
     )
 

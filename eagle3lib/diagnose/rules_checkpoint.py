@@ -79,7 +79,7 @@ def mended(e: Evidence, told: set[str]) -> list[Cause]:
         found.append(
             _cause(
                 code, "error", f"the drafter is better than its files say: with {best.label}",
-                f"{proven['experiment']}; +{best.gain:.3f} (error {best.gain_error:.3f}) a position",
+                f"{proven['experiment']}; +{best.gain:.3f} +- {best.gain_error:.3f} a position",
                 f"export it again as it was trained: {best.label}", **proven,
             )
         )  # fmt: skip

@@ -10,7 +10,7 @@ from eagle3lib.report.figures import BLUE, GREY, ORANGE, _styled
 
 
 def waterfall(levels: list[dict[str, Any]], title: str) -> go.Figure:
-    """Levels of ``acceptance_waterfall`` or ``speed_waterfall``; what is lost stands on each bar."""
+    """Levels of ``acceptance_waterfall`` or ``speed_waterfall``; losses stand on the bars."""
     names = [level["level"] for level in levels]
     values = [level["length"] for level in levels]
     if not levels:

@@ -181,7 +181,7 @@ def table(lines: list[dict[str, Any]]) -> str:
         counts = {k: sum(line["result"] == k for line in part)
                   for k in ("right", "second", "missed", "false")}  # fmt: skip
         said = ", ".join(f"{n} {k}" for k, n in counts.items() if n)
-        out += [f"## {title}: {said} of {len(part)}", "", "| case | planted | result | found first |",
+        out += [f"## {title}: {said} of {len(part)}", "", "| case | planted | result | first |",
                 "|---|---|---|---|"]  # fmt: skip
         for line in part:
             how = " + ".join(faults[i].how for i in line["case"].split("+") if i in faults)

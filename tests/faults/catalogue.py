@@ -25,17 +25,17 @@ class Fault:
 
 
 _TABLE = """
-F01 | measured | k-mistranslated | the engine drafts K - 1: K was given as SGLang's draft tokens, which count the root
-F02 | measured | k-mistranslated | the engine drafts K + 1: SGLang's draft tokens were given as vLLM's K
+F01 | measured | k-mistranslated | K - 1 is drafted: K went in as SGLang's draft tokens
+F02 | measured | k-mistranslated | K + 1 is drafted: SGLang's draft tokens went in as K
 F03 | measured | counters-cumulative | the server's counters hold an earlier workload too
-F04 | measured | counters-cumulative | the server's counters are another client's as well: half as many rounds again
-F05 | measured | mean-not-pooled | the reported acceptance length is the mean of the requests' own
-F06 | measured | length-without-own-token | the reported acceptance length leaves out the target's own token
+F04 | measured | counters-cumulative | another client's rounds are counted too: half as many again
+F05 | measured | mean-not-pooled | the reported length is the mean of the requests' own
+F06 | measured | length-without-own-token | the length leaves out the target's own token
 F07 | measured | looping-workload | the benchmark's answers repeat one stretch of eight tokens
 F08 | measured | sampled-benchmark | the benchmark was sampled at temperature 1
 F09 | measured | client-template | the benchmark's client sends bare text, without the chat template
 F10 | measured | client-template | the benchmark's client uses another family's template
-F11 | measured | unequal-arms | the engine alone was given half the threads of the arm with a drafter
+F11 | measured | unequal-arms | the engine alone was given half the threads
 F12 | measured | accounting | rounds are missing from the record: tokens don't follow from them
 F13 | measured | random-workload | the benchmark's prompts are random tokens
 F14 | measured | trained-prompts | the benchmark asks the prompts that were trained on
@@ -50,14 +50,14 @@ F22 | engine | engine-map-ignored | the engine takes draft ids for target ids
 F23 | engine | engine-map-misread | the engine takes the offsets for absolute ids
 F24 | engine | engine-embeddings | the engine leaves the embeddings at zero
 F25 | engine | engine-rope | the engine's rotary base is 10,000
-F26 | engine | engine-recurrent-norm | the next step reads the normed output (or the un-normed one, where it should not)
+F26 | engine | engine-recurrent-norm | the next step reads the output as norm_output has it, wrongly
 F27 | engine | engine-residual | the residual starts from the normed state
 F28 | engine | engine-norm-skipped | the engine skips the norm of the fused state
 F29 | engine | engine-prefix-cache | draft keys of cached prompt blocks are zeros
 F30 | engine | engine-quantised | the engine rounds the drafter to four bits, as its target
 F31 | engine | engine-tensor-parallel | one rank's half of heads and MLP is lost
 F32 | engine | engine-zero-states | the engine hands over zero states
-F33 | engine | engine-drift | the later half of the requests is corrupted: a cache filled too early
+F33 | engine | engine-drift | the later half of the requests reads a broken cache
 F34 | engine | nothing-accepted | not one draft is accepted, whatever was drafted
 F35 | checkpoint | vocab-map | d2t holds absolute ids
 F36 | checkpoint | map-not-trained | the map was built again from other data and keeps its own law
@@ -69,8 +69,8 @@ F41 | checkpoint | export-differs | the export's norms are all ones
 F42 | checkpoint | layer-ids-not-trained | the exported config names every slot one layer later
 F43 | checkpoint | layer-ids-conflict | top-level and nested layer ids name different layers
 F44 | checkpoint | rope-not-trained | the exported config's rotary base is 10,000
-F45 | checkpoint | rope-not-trained | the exported config scales the rotary embedding, the target does not
-F46 | checkpoint | short-rotary-table | max_position_embeddings is below the served conversations
+F45 | checkpoint | rope-not-trained | the exported config scales the rotary positions
+F46 | checkpoint | short-rotary-table | max_position_embeddings below the served lengths
 F47 | checkpoint | option-not-trained | the exported config turns norm_output on
 F48 | checkpoint | export-differs | the export's MLP was never copied: random weights
 F49 | checkpoint | unreadable | the export's weights are cut short
@@ -81,7 +81,7 @@ F53 | training | states-layer | stored slots are the outputs of their layers, on
 F54 | training | last-normed | the stored last state is already normed
 F55 | training | states-other-row | conversations' states are swapped among each other
 F56 | training | states-broken | one position's state is stuck for many positions
-F57 | training | mask-shifted | the trained span starts one token late: the first answer token is left out
+F57 | training | mask-shifted | the trained span starts one token late
 F58 | training | mask-shifted | the trained span starts one token early
 F59 | training | mask-all-ones | prompts are trained on as well
 F60 | training | stop-missing | the stop token of every answer is cut off before training

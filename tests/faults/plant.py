@@ -119,6 +119,13 @@ class Plant:
 
         self.json(f"{STATES}/states/index.json", every)
 
+    def keep(self, test: Callable[[dict[str, Any]], bool]) -> None:
+        """Only those conversations of the index."""
+        self.json(
+            f"{STATES}/states/index.json",
+            lambda i: i | {"conversations": [e for e in i["conversations"] if test(e)]},
+        )
+
     # --- what an engine would record ---
 
     def benchmark(self) -> dict[str, Any]:

@@ -228,8 +228,7 @@ def _slots_later(p: Plant) -> None:
 
         p.tensors(f"{STATES}/states/{name}", again)
     kept = {e["id"] for n in by_shard for e in by_shard[n][:: max(1, len(by_shard[n]) // 8)]}
-    p.json(f"{STATES}/states/index.json",
-           lambda i: i | {"conversations": [e for e in i["conversations"] if e["id"] in kept]})  # fmt: skip
+    p.keep(lambda e: e["id"] in kept)
 
 
 def _normed(p: Plant) -> None:
@@ -385,8 +384,7 @@ def _short_answers(p: Plant) -> None:
         lengths[r.id] = 6
     p.trained(lambda r: replace(r, answer_token_ids=r.answer_token_ids[:6]))
     longest = 40
-    p.json(f"{STATES}/states/index.json", lambda i: i | {"conversations": [
-        e for e in i["conversations"] if e["split"] == "heldout" or e["tokens"] <= longest]})  # fmt: skip
+    p.keep(lambda e: e["split"] == "heldout" or e["tokens"] <= longest)
 
 
 def _other_domain(p: Plant) -> None:
