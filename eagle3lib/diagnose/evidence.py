@@ -70,19 +70,22 @@ class Evidence:
     teacher_training: float | None = None  # greedy share of training answers, by stored states
 
 
-def collect(m: Material) -> Evidence:
-    """Measure everything that the material allows."""
+def collect(m: Material, *, every_variant: bool = True) -> Evidence:
+    """Measure everything that the material allows. Without ``every_variant`` an engine whose record
+    is the drafter's own is asked no further."""
     e = Evidence(m)
     if m.own_rows:
         slots = m.drafter.config.slots if m.drafter else _slots(m)
         for row in m.own_rows:
             _one_answer(e, row, slots)
     if m.drafter is not None and m.steps and e.answered:
-        base = Setting(m.drafter, m.drafter.config.slots, m.steps)
-        e.engine_table = outcomes(base, engine_variants(m.target.num_layers), e.answered)
+        base, layers = Setting(m.drafter, m.drafter.config.slots, m.steps), m.target.num_layers
         rope = {"rope_type": "default"} | rope_parameters(m.target.config, "the target's config")
-        mended = mended_variants(m.target.num_layers, rope, m.head.embedding)
+        mended = mended_variants(layers, rope, m.head.embedding)
         e.mended_table = outcomes(base, mended, e.answered)
+        e.engine_table = e.mended_table[:1]
+        if every_variant or e.engine_table[0].rounds_equal < e.engine_table[0].rounds:
+            e.engine_table = outcomes(base, engine_variants(layers), e.answered, e.mended_table)
     if m.store is not None:
         _scan_store(e)
     return e

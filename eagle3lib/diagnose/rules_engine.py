@@ -94,26 +94,33 @@ def _unnamed(e: Evidence, plain: Outcome, best: Outcome) -> Cause:
 
 
 def _nothing(e: Evidence) -> list[Cause]:
-    """Exactly 1.00 over many rounds: wiring, whatever the training."""
+    """Exactly 1.00 over many rounds: wiring, whatever the training. Each known fault that would
+    leave nothing either is suspected after it; a record of zeros can't tell them apart."""
     record = [n for a in e.answered for n in a.accepted or []]
     if any(record) or len(record) < MANY_ROUNDS:
         return []
     plain = e.engine_table[0] if e.engine_table else None
-    same = [o.label for o in e.engine_table if o.rounds and o.rounds_equal == o.rounds]
-    simulated = plain.acceptance_length if plain else None
-    return [
+    simulated = (plain.acceptance_length if plain else None) or 1.0
+    alike = [o for o in e.engine_table[1:] if o.rounds and o.rounds_equal == o.rounds]
+    cause = Cause(
+        "nothing-accepted", "error", f"not one draft was accepted in {len(record)} rounds",
+        "a drafter that always says the commonest token is accepted now and then; the simulator "
+        f"reaches {simulated:.2f}",
+        "this is wiring, not training: vocabulary map, embeddings, layer ids, shapes, and "
+        f"whether drafts are verified at all; {_EXPERIMENTS}",
+        _WHERE, question=2, proof="shown" if simulated > 1.02 else "measured",
+        cost=simulated - 1.0, experiment="the record of every round beside the simulator's",
+        command="eagle3 run PROFILE 06 07",
+    )  # fmt: skip
+    return [cause] + [
         Cause(
-            "nothing-accepted", "error", f"not one draft was accepted in {len(record)} rounds",
-            "a drafter that always says the commonest token is accepted now and then"
-            + (f"; the simulator reaches {simulated:.2f}" if simulated else "")
-            + (f"; the same would come of: {', '.join(same)}" if same else ""),
-            "this is wiring, not training: vocabulary map, embeddings, layer ids, shapes, and "
-            f"whether drafts are verified at all; {_EXPERIMENTS}",
-            _WHERE, question=2, proof="shown" if plain and (simulated or 1) > 1.02 else "measured",
-            cost=(simulated or 1.0) - 1.0,
-            experiment="the record of every round beside the simulator's", 
-            command="eagle3 run PROFILE 06 07",
+            o.cause, "warning", f"nothing would be accepted either with: {o.label}",
+            f"{o.rounds_equal} of {o.rounds} rounds, as with any fault that leaves nothing",
+            _REMEDY[o.cause], _WHERE, question=2, proof="suspected",
+            experiment=f"to be done: {_EXPERIMENTS}",
         )
+        for o in alike
+        if simulated > 1.02
     ]  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from eagle3lib.diagnose.cause import Cause
 from eagle3lib.diagnose.evidence import Evidence, mean_length, pooled_length
 from eagle3lib.diagnose.material import Material
 from eagle3lib.measure.accounting import check_identity
-from eagle3lib.measure.arms import PLAIN, counts_of
+from eagle3lib.measure.arms import PLAIN, RequestRow, counts_of
 
 _WHERE = "06_benchmark_serving"
 _AGAIN = "eagle3 run PROFILE 06"
@@ -163,7 +163,8 @@ def temperature(m: Material) -> list[Cause]:
 
 
 def random_prompts(e: Evidence) -> list[Cause]:
-    nats = [v.prompt_nats for v in e.views]
+    other = {r.prompt for r in _other_ids(e.material)}  # a client's fault, named by its own rule
+    nats = [v.prompt_nats for v in e.views if v.id not in other]
     limit = _RANDOM_SHARE_OF_LOG_VOCAB * math.log(e.material.target.vocab_size)
     wild = [n for n in nats if n > limit]
     if not nats or len(wild) / len(nats) < _MANY:
@@ -180,11 +181,17 @@ def random_prompts(e: Evidence) -> list[Cause]:
     ]  # fmt: skip
 
 
+def _other_ids(m: Material) -> list[RequestRow]:
+    """Requests whose prompt ids are not those that the same prompt had in phase 01."""
+    known = {r.id: r.prompt_token_ids for r in m.answers}
+    return [r for r in m.own_rows if known.get(r.prompt, r.prompt_token_ids) != r.prompt_token_ids]
+
+
 def client_template(m: Material) -> list[Cause]:
-    """Prompt ids of the benchmark against those that the same prompt had in phase 01."""
+    """Prompt ids of the benchmark against those of the data."""
     known = {r.id: r.prompt_token_ids for r in m.answers}
     both = [r for r in m.own_rows if r.prompt in known]
-    other = [r for r in both if r.prompt_token_ids != known[r.prompt]]
+    other = _other_ids(m)
     if not other:
         return []
     r = other[0]

@@ -159,16 +159,20 @@ def rounds_equal(drafts: Tensor, answered: Answered) -> tuple[int, int]:
     """(rounds of the engine's record that these drafts give too, rounds compared).
 
     A round that reaches the answer's end is left out: what the target would have said next is not
-    known. Rounds that the record places beyond the answer count as unequal.
+    known. Rounds that the record places beyond the answer count as unequal. Steps that only one
+    of the two drafts are not compared: another K is a matter of its own.
     """
     assert answered.accepted is not None
-    counts, answer = accepted_at(drafts, answered.answer), answered.answer
+    counts, answer, most = accepted_at(drafts, answered.answer), answered.answer, drafts.shape[1]
+    drafted = answered.drafted or [most] * len(answered.accepted)
+    starts = round_starts(answered.accepted)
     equal = total = 0
-    for at, theirs in zip(round_starts(answered.accepted), answered.accepted, strict=True):
-        if at < len(counts) and at + 1 + max(theirs, counts[at]) >= len(answer):
+    for at, theirs, width in zip(starts, answered.accepted, drafted, strict=True):
+        mine = min(counts[at], width) if at < len(counts) else -1
+        if mine >= 0 and at + 1 + max(theirs, mine) >= len(answer):
             continue
         total += 1
-        equal += at < len(counts) and counts[at] == theirs
+        equal += mine == min(theirs, most)
     return equal, total
 
 

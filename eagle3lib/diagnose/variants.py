@@ -134,14 +134,20 @@ def mended_variants(layers: int, target_rope: dict[str, Any], embedding: Tensor)
 
 
 def outcomes(
-    base: Setting, variants: Sequence[Variant], answers: Sequence[Answered]
+    base: Setting,
+    variants: Sequence[Variant],
+    answers: Sequence[Answered],
+    known: Sequence[Outcome] = (),
 ) -> list[Outcome]:
-    """The table, the drafter as exported first. Variants that change nothing are left out."""
-    plain = _outcome("", "as exported", base, answers, None)
+    """The table, the drafter as exported first. Variants that change nothing are left out; those
+    of the same label in ``known``, a table of the same drafter and answers, are not made again."""
+    made = {o.label: o for o in known}
+    plain = made.get("as exported") or _outcome("", "as exported", base, answers, None)
     table = [plain]
     for variant in variants:
-        setting = variant.apply(base)
-        if setting is not None:
+        if variant.label in made:
+            table.append(replace(made[variant.label], cause=variant.cause))
+        elif (setting := variant.apply(base)) is not None:
             table.append(_outcome(variant.cause, variant.label, setting, answers, plain))
     return table
 

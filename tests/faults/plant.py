@@ -38,6 +38,10 @@ DATA, STATES, MAP, TRAIN, EXPORT, BENCH = (
 Generate = Callable[[list[int], int], list[int]]
 
 
+class Inapplicable(Exception):
+    """The fault means nothing in this run: a rotary base of 10,000 where it is 10,000."""
+
+
 class Plant:
     """A copy of a run (hard links; changed files are written anew) and the target behind it."""
 
@@ -142,7 +146,8 @@ class Plant:
         base = Setting(drafter, drafter.config.slots, steps)
         named = {v.label: v.apply for v in engine_variants(self.target.num_layers)}
         faulty = named[label](base) if label else change(base) if change else base
-        assert faulty is not None
+        if faulty is None:
+            raise Inapplicable(label)
         own = [r for r in read_requests(self.folder / BENCH) if r.arm == OWN]
         answered = [self._answered(r) for r in own]
         made = {}

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from plant import BENCH, EXPORT, MAP, STATES, TRAIN, Plant
+from plant import BENCH, EXPORT, MAP, STATES, TRAIN, Inapplicable, Plant
 from safetensors.torch import load_file, save_file
 
 from eagle3lib.data.rows import AnswerRow, read_answers
@@ -357,6 +357,8 @@ def _half_covered(p: Plant) -> None:
     served = count_tokens(r.answer_token_ids for r in _requests(p))
     ranked = [t for t, _ in served.most_common()]
     left_out = set(ranked[1::2])
+    if p.target.vocab_size - len(left_out) < size:
+        raise Inapplicable("the map holds nearly the whole vocabulary")
     others = [t for t in range(p.target.vocab_size) if t not in left_out]
     vocab = build_vocab_map(count_tokens([ranked[0::2]]), p.target.vocab_size, size,
                             (ranked[0::2] + others)[:size])  # fmt: skip
