@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eagle3lib.diagnose.live import neighbours
 from eagle3lib.diagnose.material import Material
 from eagle3lib.diagnose.served import Answered, Setting
 from eagle3lib.diagnose.variants import Outcome, engine_variants, mended_variants, outcomes
@@ -93,14 +94,6 @@ def collect(m: Material, *, every_variant: bool = True) -> Evidence:
 
 def _slots(m: Material) -> tuple[int, ...]:
     return m.store.slots if m.store else default_slots(m.target.num_layers)
-
-
-def neighbours(slots: tuple[int, ...], layers: int) -> tuple[int, ...]:
-    """The slots, those beside them, and the default ones."""
-    wanted = {s + by for s in slots for by in (-1, 0, 1)}
-    if layers >= 7:
-        wanted |= set(default_slots(layers))
-    return tuple(sorted(w for w in wanted if 0 < w <= layers))
 
 
 def _one_answer(e: Evidence, row: RequestRow, slots: tuple[int, ...]) -> None:

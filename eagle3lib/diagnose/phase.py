@@ -8,6 +8,7 @@ from eagle3lib.diagnose.cause import QUESTIONS, Cause, as_cause, ranked
 from eagle3lib.diagnose.causes import causes_of
 from eagle3lib.diagnose.evidence import Evidence, collect, facts
 from eagle3lib.diagnose.findings import acceptance_verdict, lossless_findings, speed_verdict
+from eagle3lib.diagnose.live import StatesOf, live_states
 from eagle3lib.diagnose.material import read_material
 from eagle3lib.diagnose.replay import (
     ReplayedAnswer,
@@ -28,7 +29,12 @@ from eagle3lib.target.folder import Target
 Replayed = dict[str, list[ReplayedAnswer]]
 
 
-def replay_sets(phase: Phase, target: Target) -> Replayed:
+def served_states(phase: Phase, target: Target) -> StatesOf:
+    """The target's states in the dtype that was served, made once for replay and diagnosis."""
+    return live_states(target, _metrics(phase, "06_benchmark_serving")["dtype"])
+
+
+def replay_sets(phase: Phase, target: Target, states_of: StatesOf) -> Replayed:
     """Replay the first answer to every benchmark prompt in our drafter's arm, by prompt set."""
     benchmark = _metrics(phase, "06_benchmark_serving")
     rows = read_requests(phase.of("06_benchmark_serving"))
@@ -49,6 +55,7 @@ def replay_sets(phase: Phase, target: Target) -> Replayed:
                 dtype=benchmark["dtype"],
                 steps=benchmark["num_speculative_tokens"],
                 plain=plain_answers(rows),
+                states_of=states_of,
                 on_answer=bar.update,
             )
             for name, picked in chosen.items()
@@ -57,7 +64,7 @@ def replay_sets(phase: Phase, target: Target) -> Replayed:
 
 
 def diagnose_run(
-    phase: Phase, cfg: DiagnoseParams, target: Target, replayed: Replayed
+    phase: Phase, cfg: DiagnoseParams, target: Target, states_of: StatesOf, replayed: Replayed
 ) -> tuple[dict[str, Any], list[Finding]]:
     """Numbers and causes of a run: the seven questions in order, none stopped at.
 
@@ -70,7 +77,7 @@ def diagnose_run(
         name: compare_counts(answers, steps, benchmark["dtype"])
         for name, answers in replayed.items()
     }
-    evidence = collect(read_material(phase.folder.parent, target))
+    evidence = collect(read_material(phase.folder.parent, target, states_of))
     line = next(a for a in benchmark["arms"] if (a["arm"], a["set"]) == (OWN, "workload"))
     acceptance, old = acceptance_verdict(
         compared["workload"], cfg.tolerance, cfg.good_acceptance_length

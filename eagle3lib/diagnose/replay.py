@@ -108,10 +108,12 @@ def _parted_gap(log_probs: Tensor, answer: list[int], plain: list[int] | None) -
 def compare_counts(answers: list[ReplayedAnswer], steps: int, dtype: str) -> dict[str, Any]:
     """Engine and simulator pooled over the same answers, and how many rounds are equal."""
     engine, simulator = Counts(), Counts()
+    # A record of more steps than were asked for is to be diagnosed, not to be died of.
+    width = max([steps, *(n for a in answers for n in a.row.accepted or [])])
     compared = equal = cut = 0
     for answer in answers:
         tokens = len(answer.row.answer_token_ids)
-        engine.add(tokens, answer.row.accepted or [], answer.row.drafted or [], steps)
+        engine.add(tokens, answer.row.accepted or [], answer.row.drafted or [], width)
         ours = answer.simulated.accepted
         simulator.add(tokens, ours, [steps] * len(ours), steps)
         for theirs, mine, is_cut in answer.round_pairs():

@@ -113,6 +113,7 @@ def reported_length(m: Material) -> list[Cause]:
 def identity(m: Material) -> list[Cause]:
     """tokens = requests + rounds + accepted - cut, with 0 <= cut <= K a request, for each one."""
     steps = m.steps or 0
+    steps = max([steps, *(n for r in m.own_rows for n in r.drafted or [])])
     broken = [r for r in m.own_rows if check_identity(counts_of([r], steps), steps)]
     if not broken:
         return []

@@ -46,6 +46,9 @@ from eagle3lib.target.capture import forward_states
 from eagle3lib.target.folder import Target, open_target
 from eagle3lib.target.model import TargetHead, load_target
 
+# What is served first, then how it is counted: metrics follow from the record.
+_ORDER = ("checkpoint", "engine", "training", "data", "measured")
+_SECTION = {f.id: f.section for f in FAULTS}
 _KEPT_CONVERSATIONS = 90  # about 7 MB each for SmolLM2
 
 
@@ -73,7 +76,7 @@ class Bench:
             self.healthy, self.work / "planted", self.target, self.head, self.states_of,
             self.generate,
         )  # fmt: skip
-        for fault in faults:
+        for fault in sorted(faults, key=lambda f: _ORDER.index(_SECTION[f])):
             PLANTS[fault](plant)
         material = read_material(plant.folder, self.target, self.states_of, self.head)
         return causes_of(collect(material, every_variant=False))

@@ -57,6 +57,7 @@ class Plant:
         self.folder, self.target, self.head = folder, target, head
         self.states_of, self.generate = states_of, generate
         self.random = random.Random(0)
+        self.changes: list[Any] = []  # faults of the engine, in the order of planting
 
     # --- files ---
 
@@ -145,9 +146,12 @@ class Plant:
         )
         base = Setting(drafter, drafter.config.slots, steps)
         named = {v.label: v.apply for v in engine_variants(self.target.num_layers)}
-        faulty = named[label](base) if label else change(base) if change else base
-        if faulty is None:
-            raise Inapplicable(label)
+        self.changes += [named[label]] if label else [change] if change else []
+        faulty: Setting | None = base
+        for one in self.changes:  # faults that were planted before stay
+            faulty = one(faulty)
+            if faulty is None:
+                raise Inapplicable(label)
         own = [r for r in read_requests(self.folder / BENCH) if r.arm == OWN]
         answered = [self._answered(r) for r in own]
         made = {}
