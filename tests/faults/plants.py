@@ -60,6 +60,15 @@ def _other_template(p: Plant, ids: list[int]) -> list[int]:
     return opening + inner + closing
 
 
+def _other_markers(p: Plant, ids: list[int]) -> list[int]:
+    """The same text between other markers of the same length: states and spans still fit."""
+    return (
+        [(t + 7) % p.target.vocab_size for t in ids[:3]]
+        + ids[3:-3]
+        + [(t + 7) % p.target.vocab_size for t in ids[-3:]]
+    )
+
+
 def _random_prompts(p: Plant) -> None:
     low, high = 3, p.target.vocab_size - 1
     made: dict[str, list[int]] = {}
@@ -470,7 +479,7 @@ PLANTS: dict[str, Callable[[Plant], None]] = {
     ),
     "F65": _off_policy,
     "F66": lambda p: p.trained(
-        lambda r: replace(r, prompt_token_ids=_other_template(p, r.prompt_token_ids))
+        lambda r: replace(r, prompt_token_ids=_other_markers(p, r.prompt_token_ids))
     ),
     "F67": lambda p: p.trained(
         lambda r: replace(r, reasoning_kind="complete", sampling=r.sampling | {"thinking": "on"})
