@@ -77,7 +77,7 @@ def test_variants_that_mean_nothing_are_left_out(base, tiny_target):
 
 
 def test_rounds_are_compared_where_the_engine_started_them():
-    """Answer 10..17. Drafts are right at bases 0 and 4 alone. The engine accepted 2, 1, 2: its second
+    """Answer 10..17. Drafts are right at bases 0 and 4 alone. The engine accepted 2, 1, 2: its next
     round starts at base 3, whatever the simulator's own second round is."""
     answer = torch.arange(10, 18)
     drafts = torch.zeros(7, 2, dtype=torch.int64)
