@@ -26,6 +26,7 @@ from eagle3lib.target.states import StateEntry, StateRow
 
 _FRESH_ROWS = 6
 _SCANNED_ROWS = 200
+_TEACHER_ROWS = 40  # each costs the target's whole head over its answer
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,7 @@ def _scan_store(e: Evidence) -> None:
     entries = store.entries[:: max(1, len(store.entries) // _SCANNED_ROWS)]
     right = total = 0
     fresh = {x.id for x in entries[:: max(1, len(entries) // _FRESH_ROWS)][:_FRESH_ROWS]}
+    asked = {x.id for x in entries[:: max(1, len(entries) // _TEACHER_ROWS)]} | fresh
     for entry in entries:
         row = m.attempt(4, lambda entry=entry: store.row(entry), None)  # type: ignore[misc]
         if row is None:
@@ -158,6 +160,8 @@ def _scan_store(e: Evidence) -> None:
         problem = _row_problem(row)
         if problem:
             e.broken_states.append((entry.id, problem))
+        if entry.id not in asked:
+            continue
         agree, count = _teacher(m, row.token_ids, row.last, entry)
         suspicious = count and agree / count < 0.8 and len(e.stored) < 2 * _FRESH_ROWS
         if entry.split != "heldout":
