@@ -132,7 +132,7 @@ def with_verdict(causes: list[Cause], old: list[Finding]) -> list[Cause]:
     kept = []
     for f in old:
         if f.code in codes or f.code in ("engine-disagrees", "nothing-accepted"):
-            if not any(c.question == 2 and c.severity == "error" for c in causes):
+            if not any(c.question == 2 and c.severity != "note" for c in causes):
                 kept.append(as_cause(f, 2))
         elif f.code == "weak-drafter":
             if "smoke-test" not in codes and not explained:

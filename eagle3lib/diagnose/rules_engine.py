@@ -8,9 +8,10 @@ from eagle3lib.diagnose.served import Setting, drafts_of, rounds_equal
 from eagle3lib.diagnose.variants import Outcome
 
 MANY_ROUNDS = 100
-# Share of rounds that must be equal: all in float32 but for a rare tie; in bfloat16 near-ties of
-# the drafter's logits are decided by the order of sums.
-AGREE = {"float32": 0.995, "bfloat16": 0.93}
+# Share of rounds that must be equal: all in float32 (878 of 878 with vLLM in one run); in bfloat16
+# near-ties of the drafter's logits are decided by the order of sums.
+AGREE = {"float32": 1.0, "bfloat16": 0.93}
+_FEW = 3  # rounds that differ below which a named fault is a suspicion: one may be a tie
 _WHERE = "06_benchmark_serving"
 _EXPERIMENTS = (
     "prefix cache off; eager mode; tensor parallel 1; float32; a reference drafter; another engine"
@@ -68,12 +69,15 @@ def _named(e: Evidence, plain: Outcome, best: Outcome, variants: list[Outcome]) 
     served, simulated = _lengths(e)
     alike = [o.label for o in variants[1:] if o.rounds_equal == best.rounds_equal]
     also = f"; as well as: {', '.join(alike)}" if alike else ""
+    few = plain.rounds - plain.rounds_equal < _FEW
     return Cause(
-        best.cause, "error", f"the engine serves the drafter with a fault: {best.label}",
+        best.cause, "warning" if few else "error",
+        f"the engine serves the drafter with a fault: {best.label}",
         f"{best.rounds_equal} of {best.rounds} rounds are those of \"{best.label}\", "
         f"{plain.rounds_equal} those of the drafter as exported{also}; {served:.2f} served, "
         f"{simulated:.2f} simulated",
-        _REMEDY[best.cause], _WHERE, question=2, proof="shown", cost=abs(simulated - served),
+        _REMEDY[best.cause], _WHERE, question=2, proof="suspected" if few else "shown",
+        cost=abs(simulated - served),
         experiment="the simulator with this very fault gives the engine's record, round by round",
         command="eagle3 run PROFILE 06 07",
     )  # fmt: skip
