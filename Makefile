@@ -45,7 +45,7 @@ nb: setup ## Run every notebook under nbval with the tiny profile
 
 faults: setup ## Plant every fault of the catalogue into a healthy run and print the table
 	@test -f outputs/faults/06_benchmark_serving/manifest.json || $(BIN)/eagle3 run params/faults.yaml
-	@$(BIN)/python tests/faults/bench.py --table docs/fault_bench.md
+	@$(BIN)/python tests/faults/bench.py --table outputs/.faults/table.md
 
 lab: setup ## Open JupyterLab in this environment
 	@cd notebooks && ../$(BIN)/jupyter lab
