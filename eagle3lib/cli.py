@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from eagle3lib import cli_drafter, cli_measure, cli_serve
+from eagle3lib import cli_diagnose, cli_drafter, cli_measure, cli_serve
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.notebooks import NotebookError, write_parameter_cells
 from eagle3lib.lab.params import PHASES
@@ -161,6 +161,7 @@ for _command in (
     cli_drafter.card,
     cli_measure.watch,
     cli_measure.gate,
+    cli_diagnose.diagnose,
 ):
     app.command()(_command)
 
