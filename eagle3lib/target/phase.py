@@ -162,6 +162,6 @@ def check_teacher(share: float, floor: float, *, greedy: bool) -> list[Finding]:
 
 
 def was_greedy(phase: Phase) -> bool:
-    """Whether phase 01 asked for greedy answers."""
-    manifest = read_json(phase.of("01_generate_data") / "manifest.json")
-    return bool(manifest["inputs"]["params"]["temperature"] == 0)
+    """Whether all answers of phase 01 are the target's own, asked for greedily."""
+    params = read_json(phase.of("01_generate_data") / "manifest.json")["inputs"]["params"]
+    return bool(params["temperature"] == 0 and not params.get("answers"))
