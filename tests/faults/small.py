@@ -21,8 +21,9 @@ from eagle3lib.lab.params import TrainParams
 from eagle3lib.measure.arms import OWN, PLAIN, RequestRow
 from eagle3lib.target.capture import capture
 from eagle3lib.target.folder import Target
-from eagle3lib.target.states import StateStore
-from eagle3lib.training.loop import Folders, Trainer, load_weights, new_drafter
+from eagle3lib.training.checkpoints import Folders
+from eagle3lib.training.loop import Trainer
+from eagle3lib.training.start import trained_drafter
 
 STEPS = 3
 _ANSWER = 40
@@ -42,11 +43,10 @@ def small_run(folder: Path, target: Target, model: Any, head: Any, greedy: Any) 
     vocab.save(vocab_file)
     _train(folder, target, states, vocab_file)
     _heldout(states, {r.id for r in rows if r.split == "heldout"})
-    drafter = new_drafter(target, head, vocab, StateStore(states).slots, seed=0)
-    load_weights(drafter, folder / "04_train_drafter" / "checkpoints" / "best")
+    drafter = trained_drafter(folder / "04_train_drafter" / "checkpoints" / "best", target)
     export = folder / "05_export_drafter" / "drafter"
     export.mkdir(parents=True)
-    write_drafter(export, drafter, torch.float32)
+    write_drafter(export, drafter, torch.float32, target.config)
     _benchmark(folder / "06_benchmark_serving", [r for r in rows if r.split == "heldout"])
     write_json(folder / "manifest.json", {"target": {"name": str(target.folder)}})
     return folder
@@ -73,7 +73,7 @@ def _train(folder: Path, target: Target, states: Path, vocab: Path) -> None:
     write_json(states / "index.json", index)
     place = folder / "04_train_drafter"
     place.mkdir(parents=True)
-    params = TrainParams(target=str(target.folder), epochs=30, batch_rows=6, steps=4,
+    params = TrainParams(target=str(target.folder), epochs=30, batch_tokens=345, steps=4,
                          precision="float32", learning_rate=4e-3, checkpoint_every=30)  # fmt: skip
     Trainer(params, target, Folders(place, states, vocab)).run()
     evaluations = [r for r in read_jsonl(place / "metrics.jsonl") if r["kind"] == "evaluation"]
