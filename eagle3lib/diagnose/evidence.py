@@ -175,7 +175,8 @@ def _row_problem(row: StateRow) -> str:
     """NaN, zeros, positions stuck at one state, fewer states than tokens."""
     if len(row.slots) != row.entry.tokens or len(row.token_ids) != row.entry.tokens:
         return f"{len(row.slots)} states for {row.entry.tokens} tokens"
-    for name, x in (("slots", row.slots), ("last", row.last)):
+    # Last states before the first taught position are not stored: nothing reads them.
+    for name, x in (("slots", row.slots), ("last", row.last[row.entry.first_taught :])):
         wide = x.float()
         if not torch.isfinite(wide).all():
             return f"{name} not finite"
@@ -218,7 +219,8 @@ def _against_fresh(m: Material, row: StateRow, slots: tuple[int, ...]) -> Stored
     normed = m.head.normed(last.to(m.head.norm.dtype)).float()
     ends = {"as stored": last, "already normed": normed, "one token late": last.roll(1, 0),
             "one token early": last.roll(-1, 0)}  # fmt: skip
-    misses = {k: _distance(row.last.float(), g) for k, g in ends.items()}
+    first = row.entry.first_taught
+    misses = {k: _distance(row.last[first:].float(), g[first:]) for k, g in ends.items()}
     agree, count = _teacher(m, row.token_ids, row.last, row.entry)
     again, _ = _teacher(m, row.token_ids, last, row.entry)
     return StoredRow(

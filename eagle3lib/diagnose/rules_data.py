@@ -12,8 +12,8 @@ from eagle3lib.diagnose.cause import Cause
 from eagle3lib.diagnose.evidence import Evidence, cross_entropy, unseen_share
 from eagle3lib.diagnose.material import Material
 from eagle3lib.lab.errors import UserError
+from eagle3lib.training.evaluate import ENOUGH_TOKENS
 
-ENOUGH_TOKENS = 100_000  # below it a run shows that the pipeline works, not what a drafter reaches
 _ON_POLICY = 0.8  # share of greedy answers' tokens that the target itself would have said
 _COVERED = 0.85
 _RENDERED_ROWS = 20
