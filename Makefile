@@ -12,7 +12,7 @@ STAMP := $(VENV)/.eagle3-ready
 GPU_LOCK := --python-platform x86_64-manylinux_2_34 --python-version 3.12 --no-annotate --no-header \
   --no-emit-index-url --no-emit-find-links --quiet
 
-.PHONY: help setup setup-vllm-gpu setup-sglang lock-gpu peer demo test lint nb lab report lock notebooks conda clean
+.PHONY: help setup setup-vllm-gpu setup-sglang lock-gpu peer demo test lint nb faults lab report lock notebooks conda clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -67,6 +67,10 @@ lint: setup ## ruff over code and notebooks, notebooks stripped, parameter cells
 
 nb: setup ## Run every notebook under nbval with the tiny profile
 	@$(BIN)/python -m pytest tests/notebooks
+
+faults: setup ## Plant every fault of the catalogue into a healthy run and print the table
+	@test -f outputs/faults/06_benchmark_serving/manifest.json || $(BIN)/eagle3 run params/faults.yaml
+	@$(BIN)/python tests/faults/bench.py --table outputs/.faults/table.md
 
 lab: setup ## Open JupyterLab in this environment
 	@cd notebooks && ../$(BIN)/jupyter lab

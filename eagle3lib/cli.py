@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from eagle3lib import cli_serve
+from eagle3lib import cli_diagnose, cli_drafter, cli_measure, cli_serve
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.notebooks import NotebookError, write_parameter_cells
 from eagle3lib.lab.params import PHASES
@@ -152,7 +152,17 @@ def notebooks(
         raise typer.Exit(1)
 
 
-for _command in (cli_serve.serve, cli_serve.ps, cli_serve.stop):
+for _command in (
+    cli_serve.serve,
+    cli_serve.ps,
+    cli_serve.stop,
+    cli_drafter.convert,
+    cli_drafter.doctor,
+    cli_drafter.card,
+    cli_measure.watch,
+    cli_measure.gate,
+    cli_diagnose.diagnose,
+):
     app.command()(_command)
 
 

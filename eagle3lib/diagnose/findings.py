@@ -14,9 +14,6 @@ from eagle3lib.measure.summary import interval_text
 _MANY_ROUNDS = 100
 # bfloat16 keeps 8 bits: logits near 20 are 0.06 to 0.12 apart, and layers add up to a few of those.
 _TIE_NATS = 0.5
-_ENOUGH_TOKENS = (
-    100_000  # below it a run shows that the pipeline works, not what a drafter can reach
-)
 
 
 def acceptance_verdict(
@@ -133,53 +130,6 @@ def lossless_findings(compared: dict[str, dict[str, Any]]) -> list[Finding]:
             "06_benchmark_serving",
         )
     ]
-
-
-def data_findings(
-    workload: dict[str, Any],
-    general: dict[str, Any] | None,
-    trained_tokens: int,
-    baseline: float | None,
-) -> list[Finding]:
-    """What the data says: amount, coverage, domain, and whether the drafter beats counting."""
-    findings = []
-    if trained_tokens < _ENOUGH_TOKENS:
-        findings.append(
-            Finding(
-                "smoke-test",
-                "note",
-                f"trained on {trained_tokens:,} answer tokens",
-                f"drafters for real use see {_ENOUGH_TOKENS:,} and far more",
-                "read the numbers as proof of the pipeline, not as the drafter's limit",
-                "01_generate_data",
-            )
-        )
-    served = workload["engine"]["acceptance_length"]
-    if baseline is not None and served is not None and served <= baseline:
-        findings.append(
-            Finding(
-                "no-better-than-counting",
-                "error",
-                f"acceptance length {served:.2f} is no better than a bigram's {baseline:.2f}",
-                "a bigram sees no hidden state",
-                "check the captured states and the training curves",
-                "04_train_drafter",
-            )
-        )
-    for name, compared in (("workload", workload), ("general", general)):
-        coverage = compared["vocab_coverage"] if compared else None
-        if coverage is not None and coverage < 0.9:
-            findings.append(
-                Finding(
-                    "low-coverage",
-                    "warning" if name == "workload" else "note",
-                    f"the draft vocabulary holds {coverage:.0%} of the answer tokens ({name})",
-                    "a token outside it ends every chain",
-                    "raise draft_vocab_size, or train on such text",
-                    "03_build_vocab_map",
-                )
-            )
-    return findings
 
 
 def speed_verdict(line: dict[str, Any]) -> tuple[str, list[Finding]]:

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eagle3lib.diagnose.live import StatesOf, live_states
 from eagle3lib.drafter.checkpoint import read_drafter
 from eagle3lib.drafter.simulate import Conversation, Replay, simulate
 from eagle3lib.lab.machine import cores
 from eagle3lib.measure.accounting import Counts
 from eagle3lib.measure.arms import PLAIN, RequestRow
-from eagle3lib.target.capture import forward_states
 from eagle3lib.target.folder import Target
-from eagle3lib.target.model import DTYPES, TargetHead, load_target
+from eagle3lib.target.model import DTYPES, TargetHead
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ def replay_answers(
     dtype: str,
     steps: int,
     plain: dict[str, list[int]] | None = None,
+    states_of: StatesOf | None = None,
     on_answer: Callable[[int], None] = lambda n: None,
 ) -> list[ReplayedAnswer]:
     """Capture the states of the engine's answers and replay greedy speculation along them.
@@ -65,12 +66,12 @@ def replay_answers(
     at a time.
     """
     torch.set_num_threads(cores())
-    model, head = load_target(target, dtype), TargetHead(target, dtype)
+    head, states_of = TargetHead(target, dtype), states_of or live_states(target, dtype)
     drafter = read_drafter(drafter_folder, target.config, head.embedding, DTYPES[dtype])
     out = []
     for row in rows:
         ids, prompt = row.prompt_token_ids + row.answer_token_ids, len(row.prompt_token_ids)
-        states = forward_states(model, [ids], drafter.config.slots)[0]
+        states = states_of(ids, drafter.config.slots)
         tokens = torch.tensor(ids)
         replay = simulate(
             drafter, [Conversation(tokens, prompt, states[:, :-1].flatten(1))], steps
@@ -107,10 +108,12 @@ def _parted_gap(log_probs: Tensor, answer: list[int], plain: list[int] | None) -
 def compare_counts(answers: list[ReplayedAnswer], steps: int, dtype: str) -> dict[str, Any]:
     """Engine and simulator pooled over the same answers, and how many rounds are equal."""
     engine, simulator = Counts(), Counts()
+    # A record of more steps than were asked for is to be diagnosed, not to be died of.
+    width = max([steps, *(n for a in answers for n in a.row.accepted or [])])
     compared = equal = cut = 0
     for answer in answers:
         tokens = len(answer.row.answer_token_ids)
-        engine.add(tokens, answer.row.accepted or [], answer.row.drafted or [], steps)
+        engine.add(tokens, answer.row.accepted or [], answer.row.drafted or [], width)
         ours = answer.simulated.accepted
         simulator.add(tokens, ours, [steps] * len(ours), steps)
         for theirs, mine, is_cut in answer.round_pairs():

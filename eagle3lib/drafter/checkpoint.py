@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from eagle3lib.drafter.checks import check_drafter_config, check_servable
 from eagle3lib.drafter.config import DrafterConfig
+from eagle3lib.drafter.formats import serving_config
 from eagle3lib.drafter.model import Drafter
 from eagle3lib.drafter.read_config import check_config_file, read_drafter_config
 from eagle3lib.drafter.vocab import VocabMap, check_offsets, check_vocab_map
-from eagle3lib.drafter.weights import WEIGHTS, read_weights
+from eagle3lib.drafter.weights import read_weights, write_weights
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import read_json, write_json
 from eagle3lib.lab.finding import Finding, raise_errors
@@ -37,17 +37,32 @@ def drafter_tensors(drafter: Drafter, dtype: torch.dtype, *, embeddings: bool) -
     return tensors
 
 
-def write_drafter(folder: Path, drafter: Drafter, dtype: torch.dtype) -> None:
+def write_drafter(
+    folder: Path,
+    drafter: Drafter,
+    dtype: torch.dtype,
+    target_config: dict[str, Any] | None = None,
+    *,
+    for_sglang: bool = True,
+    max_shard_mib: int = 0,
+) -> None:
     """Write a serving folder into ``folder`` (made by ``replace_folder``, so it appears whole).
 
-    The whole vocabulary needs no map, and gets none: vLLM has no place for a d2t then.
+    With ``target_config`` the layer ids are those that both engines read right for the target's
+    class, which raises ``UserError`` where there are none (without ``for_sglang``, vLLM's alone).
+    The whole vocabulary needs no map, and
+    gets none: vLLM has no place for a d2t then.
     """
     c = drafter.config
     tensors = drafter_tensors(drafter, dtype, embeddings=c.own_embeddings)
     if c.draft_vocab_size == c.vocab_size:
         tensors = {k: v for k, v in tensors.items() if k not in ("d2t", "t2d")}
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    write_json(folder / "config.json", c.as_hf_config(str(dtype).removeprefix("torch.")))
+    write_weights(folder, tensors, max_shard_mib)
+    name = str(dtype).removeprefix("torch.")
+    written = c.as_hf_config(name)
+    if target_config:
+        written = serving_config(c, name, target_config, for_sglang=for_sglang)
+    write_json(folder / "config.json", written)
 
 
 def read_drafter(
@@ -58,9 +73,11 @@ def read_drafter(
     config = read_drafter_config(folder, target_config["num_hidden_layers"])
     raise_errors(check_drafter_config(config, target_config))
     tensors, where = read_weights(folder)
-    tensors |= _vocab_tensors(tensors, config, where)
+    tensors |= vocab_map(tensors, config, where)
     own = tensors.get(_EMBEDDING)
-    config = replace(config, own_embeddings=own is not None and not _same(own, target_embedding))
+    config = replace(
+        config, own_embeddings=own is not None and not same_embedding(own, target_embedding)
+    )
     tensors.setdefault(_EMBEDDING, target_embedding)
     raise_errors(check_tensors(config, tensors, where))
     drafter = Drafter(config)
@@ -80,7 +97,9 @@ def check_drafter_folder(
     config = read_drafter_config(folder, target_config["num_hidden_layers"])
     tensors, where = read_weights(folder)
     own = tensors.get(_EMBEDDING)
-    config = replace(config, own_embeddings=own is not None and not _same(own, target_embedding))
+    config = replace(
+        config, own_embeddings=own is not None and not same_embedding(own, target_embedding)
+    )
     findings += check_drafter_config(config, target_config) + check_servable(config)
     shapes = expected_shapes(config)
     absent = {k: torch.empty(shapes[k], device="meta") for k in (_EMBEDDING, "d2t", "t2d")}
@@ -88,32 +107,48 @@ def check_drafter_folder(
     if "d2t" in tensors and "t2d" in tensors:
         findings += check_vocab_map(tensors["d2t"], tensors["t2d"], where)
     elif "d2t" in tensors:
+        findings += _check_dtype(tensors["d2t"], where)
         findings += check_offsets(tensors["d2t"], config.vocab_size, where)
+    elif config.draft_vocab_size != config.vocab_size:
+        findings.append(_no_map(where))
     return findings
 
 
-def _same(own: Tensor, target: Tensor) -> bool:
+def _check_dtype(d2t: Tensor, where: str) -> list[Finding]:
+    if d2t.dtype == torch.int64:
+        return []
+    return [
+        Finding("vocab-map", "error", f"d2t is {d2t.dtype}", "int64", "store it as int64", where)
+    ]
+
+
+def _no_map(where: str) -> Finding:
+    return Finding(
+        "vocab-map-missing",
+        "error",
+        "the drafter has a reduced vocabulary but no d2t tensor",
+        "d2t [draft_vocab_size] int64",
+        "export it again: engines would silently use ids 0..D-1",
+        where,
+    )
+
+
+def same_embedding(own: Tensor, target: Tensor) -> bool:
     """Equal in the checkpoint's dtype: a copy of the target's, rounded, is no embedding of its
     own."""
     return own.shape == target.shape and torch.equal(own, target.to(own.dtype))
 
 
-def _vocab_tensors(
-    tensors: dict[str, Tensor], config: DrafterConfig, where: str
-) -> dict[str, Tensor]:
+def vocab_map(tensors: dict[str, Tensor], config: DrafterConfig, where: str) -> dict[str, Tensor]:
     """d2t and t2d, checked; made where they follow from what is there."""
     size, whole = config.draft_vocab_size, config.vocab_size
     d2t, t2d = tensors.get("d2t"), tensors.get("t2d")
     if d2t is None:
         if size != whole:
-            raise UserError(
-                "the drafter has a reduced vocabulary but no d2t tensor",
-                expected="d2t [draft_vocab_size] int64",
-                where=where,
-                next="export it again: engines would silently use ids 0..D-1",
-            )
+            raise_errors([_no_map(where)])
         d2t = torch.zeros(whole, dtype=torch.int64)
     findings = _wrong_size("d2t", d2t, size, "draft_vocab_size", where)
+    findings += _check_dtype(d2t, where)
     if t2d is not None:
         findings += _wrong_size("t2d", t2d, whole, "vocab_size", where)
     raise_errors(findings or check_offsets(d2t, whole, where))

@@ -7,17 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import ModelCard, ModelCardData
 
+from eagle3lib.drafter.card import CardFacts, model_card
 from eagle3lib.drafter.checkpoint import read_drafter, write_drafter
-from eagle3lib.drafter.config import DrafterConfig
+from eagle3lib.drafter.doctor import Diagnosis, EngineChoice, examine
+from eagle3lib.drafter.doctor_probe import ask_engine
 from eagle3lib.drafter.model import Drafter, PackedRows, unroll
 from eagle3lib.drafter.simulate import Conversation
 from eagle3lib.drafter.vocab import VocabMap, build_vocab_map
 from eagle3lib.drafter.warm_start import checkpoint_vocab
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import replace_folder, write_text
-from eagle3lib.lab.params import VocabParams
+from eagle3lib.lab.finding import raise_errors
+from eagle3lib.lab.params import ExportParams, VocabParams
 from eagle3lib.lab.phase_params import resolve
 from eagle3lib.target.folder import Target
 from eagle3lib.target.model import DTYPES, TargetHead
@@ -48,32 +50,38 @@ def make_vocab(
 
 
 def export_drafter(
-    drafter: Drafter, folder: Path, dtype: str, target: Target, trained_on: str
+    drafter: Drafter, folder: Path, cfg: ExportParams, target: Target, trained_on: str
 ) -> Path:
-    """Write the serving folder whole or not at all, with its model card."""
+    """Write the serving folder whole or not at all, with its model card. Raises ``UserError`` where
+    the engines of ``serve_with`` can't be told its layers."""
+    about = CardFacts(target.name, target.fingerprint, trained_on, cfg.base_model, cfg.licence)
 
     def build(temporary: Path) -> None:
-        write_drafter(temporary, drafter, DTYPES[dtype])
-        write_text(temporary / "README.md", _model_card(drafter.config, target, trained_on))
+        write_drafter(
+            temporary,
+            drafter,
+            DTYPES[cfg.dtype],
+            target.config,
+            for_sglang=cfg.serve_with == "both",
+            max_shard_mib=cfg.max_shard_mib,
+        )
+        write_text(temporary / "README.md", model_card(drafter.config, about))
 
     return replace_folder(folder, build)
 
 
-def _model_card(config: DrafterConfig, target: Target, trained_on: str) -> str:
-    data = ModelCardData(tags=["eagle3", "speculative-decoding"], base_model=target.name)
-    kind = "MLA" if config.mla else "Llama"
-    body = f"""# EAGLE-3 drafter for {target.name}
+def served_files(folder: Path) -> list[Path]:
+    """Config and weights: what decides a drafter. Its card may be written again (`eagle3 card`)."""
+    return [folder / "config.json", *sorted(folder.glob("model*.safetensors*"))]
 
-One {kind}-type layer over the target's states before layers {list(config.slots)}, proposing
-{config.draft_vocab_size:,} of {config.vocab_size:,} tokens. {trained_on}
 
-    vllm serve TARGET --speculative-config \\
-      '{{"method": "eagle3", "model": "THIS_FOLDER", "num_speculative_tokens": 3}}'
-
-It drafts for this very target (fingerprint {target.fingerprint}); another one will reject its
-drafts.
-"""
-    return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}"))
+def check_export(folder: Path, target: Target, cfg: ExportParams) -> Diagnosis:
+    """The doctor's examination of what was written, for the engines that it is for. Raises
+    ``UserError`` with its errors."""
+    engine: EngineChoice = "all" if cfg.serve_with == "both" else "vllm"
+    found = examine(folder, target, engine, ask=ask_engine if cfg.ask_engines else None)
+    raise_errors(found.findings)
+    return found
 
 
 @torch.no_grad()

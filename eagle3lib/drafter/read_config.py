@@ -31,7 +31,7 @@ def read_drafter_config(folder: Path, num_target_layers: int) -> DrafterConfig:
     path = folder / "config.json"
     raw = read_json(path)
     raise_errors(check_config_file(raw, num_target_layers, str(path)))
-    c = _flat(raw)
+    c = flat_config(raw)
     try:
         mla = MLA.of(c) if c["model_type"] in _MLA_TYPES else None
         return DrafterConfig(
@@ -62,7 +62,7 @@ def is_speculators(raw: dict[str, Any]) -> bool:
     return "speculators_model_type" in raw
 
 
-def _flat(raw: dict[str, Any]) -> dict[str, Any]:
+def flat_config(raw: dict[str, Any]) -> dict[str, Any]:
     """One level of keys, whatever the style."""
     if not is_speculators(raw):
         return raw
@@ -104,7 +104,7 @@ def _are_default_slots(ids: list[int], num_target_layers: int) -> bool:
 
 def check_config_file(raw: dict[str, Any], num_target_layers: int, where: str) -> list[Finding]:
     """What can be wrong in the file itself, before any target is looked at."""
-    c = _flat(raw)
+    c = flat_config(raw)
     return (
         _check_style(raw, c, where)
         + _check_layer(c, where)

@@ -8,15 +8,17 @@ engines read either.
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from eagle3lib.lab.errors import UserError
-from eagle3lib.lab.files import read_json
+from eagle3lib.lab.files import read_json, write_json
 
 WEIGHTS = "model.safetensors"
 _NAMES = (WEIGHTS, "pytorch_model.bin")
@@ -64,6 +66,29 @@ def read_weights(folder: Path) -> tuple[dict[str, Tensor], str]:
             tensors[_renamed(name)] = value
     where = files[0] if len(files) == 1 else folder / f"{_base_name(files[0])}.index.json"
     return tensors, str(where)
+
+
+def stored_names(folder: Path) -> set[str]:
+    """Names as they stand in the files."""
+    return {name for file in weight_files(folder) for name in _load(file)}
+
+
+def write_weights(folder: Path, tensors: dict[str, Tensor], max_shard_mib: int | None) -> None:
+    """``model.safetensors``, or shards of at most so many MiB with their index (a larger tensor
+    has a shard to itself)."""
+    if not max_shard_mib:
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        return
+    split = split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard_mib * 2**20)
+    for file, names in split.filename_to_tensors.items():
+        save_file(_picked(tensors, names), folder / file, metadata={"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        write_json(folder / f"{WEIGHTS}.index.json", index)
+
+
+def _picked(tensors: dict[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+    return {name: tensors[name] for name in names}
 
 
 def _base_name(shard: Path) -> str:

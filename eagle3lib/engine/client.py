@@ -25,6 +25,7 @@ from openai.types.chat import ChatCompletion
 from prometheus_client.parser import text_string_to_metric_families
 
 from eagle3lib.engine import native
+from eagle3lib.engine.records import RoundCounts, told_counts
 from eagle3lib.engine.vllm import SERVED_NAME
 from eagle3lib.lab.errors import UserError
 
@@ -94,6 +95,12 @@ class Answer:
     reasoning: str | None = None  # None: the server told no reasoning apart from the text
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
     token_ids_from: Literal["served", "rendered"] = "served"
+    record: dict[str, Any] | None = None  # the engine's account of speculation, as it told it
+
+    @property
+    def counts(self) -> RoundCounts | None:
+        """The record as counts, whatever the engine. Raises ``BrokenRecord``."""
+        return told_counts(self.record)
 
 
 class Client:
@@ -231,7 +238,8 @@ class Client:
                 expected="a server started without --skip-tokenizer-init",
             )
         text, reasoning = native.reasoning_apart(prompt, text)
-        return Answer(prompt_ids, list(answer_ids or []), text, finish, duration_s, None, reasoning)
+        ids, record = list(answer_ids or []), native.record_of(meta)
+        return Answer(prompt_ids, ids, text, finish, duration_s, None, reasoning, record=record)
 
     def _answer(self, asked: Asked, reply: Any, duration_s: float) -> Answer:
         whole = isinstance(reply, ChatCompletion) and reply.choices
@@ -269,6 +277,7 @@ class Client:
             reasoning=reasoning,
             tool_calls=calls,
             token_ids_from="rendered" if rendered else "served",
+            record=extra.get("metrics"),
         )
 
     def _check_ids(

@@ -11,8 +11,8 @@ and sent as ids: the server sees exactly those. Facts (SGLang 0.5, ``/generate``
                           abort, matched: ...}, spec_verify_ct, ...}
 
 ``sampling_seed`` counts only where the server runs with ``--enable-deterministic-inference``. Calls
-of tools stay in the text as the target wrote them. The record of rounds there is a histogram, not
-an account round by round, so an answer has none.
+of tools stay in the text as the target wrote them. The record of rounds there is counts and a
+histogram, not an account round by round: ``Answer.counts`` has them, ``Answer.rounds`` is None.
 """
 
 from __future__ import annotations
@@ -94,3 +94,10 @@ def finish_of(meta: dict[str, Any]) -> str:
     told = meta.get("finish_reason")
     kind = told.get("type") if isinstance(told, dict) else told
     return kind if isinstance(kind, str) else ""
+
+
+def record_of(meta: dict[str, Any]) -> dict[str, Any] | None:
+    """What ``meta_info`` says of speculation, None when the server did not speculate."""
+    told = {name: value for name, value in meta.items() if name.startswith("spec_")}
+    kept = told | {"completion_tokens": meta.get("completion_tokens")}
+    return kept if told.get("spec_verify_ct") else None

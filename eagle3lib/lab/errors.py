@@ -15,4 +15,4 @@ class UserError(ValueError):
         lines += [f"  in:       {where}"] if where else []
         lines += [f"  next:     {next}"] if next else []
         super().__init__("\n".join(lines))
-        self.found = found
+        self.found, self.expected, self.where, self.next = found, expected, str(where), next

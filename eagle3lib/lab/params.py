@@ -14,9 +14,9 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from eagle3lib.lab.phase_params import PhaseParams
+from eagle3lib.lab.benchmark_params import BenchmarkParams
+from eagle3lib.lab.phase_params import Dtype, PhaseParams
 
-Dtype = Literal["bfloat16", "float32"]
 Loss = Literal["kl", "ce", "rkl", "tv", "lk", "hybrid"]
 PromptFormat = Literal["auto", "messages", "conversations", "prompt", "instruction", "text"]
 
@@ -187,14 +187,24 @@ class GenerateParams(PhaseParams):
 
 class CaptureParams(PhaseParams):
     PHASE: ClassVar[str] = "02_capture_hidden_states"
-    FREE: ClassVar[tuple[str, ...]] = ("batch_tokens", "min_teacher_agreement")
+    FREE: ClassVar[tuple[str, ...]] = ("device", "batch_tokens", "min_teacher_agreement")
     UPSTREAM: ClassVar[tuple[str, ...]] = ("01_generate_data",)
 
     dtype: Dtype = Field(
         "bfloat16", description="bfloat16 or float32, of the target and the states"
     )
+    source: Literal["transformers", "vllm"] = Field(
+        "transformers", description="transformers in this process, or vllm, a server beside it"
+    )
+    device: str = Field("auto", description="auto, cpu, cuda or cuda:1, for source transformers")
+    trust_remote_code: bool = Field(
+        False, description="run the Python files of the target's folder; read them before"
+    )
     batch_tokens: int = Field(2048, ge=1, description="tokens in one forward, padding included")
     shard_rows: int = Field(64, ge=1, description="conversations in one shard file")
+    state_format: Literal["full", "fp8", "compact"] = Field(
+        "full", description="full (as dtype), fp8, or compact (6-bit slots, 8-bit last state)"
+    )
     min_teacher_agreement: float = Field(
         0.9, ge=0, le=1, description="least share of greedy answer tokens that the states must give"
     )
@@ -316,29 +326,24 @@ class TrainParams(PhaseParams):
 
 class ExportParams(PhaseParams):
     PHASE: ClassVar[str] = "05_export_drafter"
-    FREE: ClassVar[tuple[str, ...]] = ("max_logit_difference",)
+    FREE: ClassVar[tuple[str, ...]] = ("max_logit_difference", "ask_engines")
     UPSTREAM: ClassVar[tuple[str, ...]] = ("04_train_drafter",)
 
     dtype: Dtype = Field("bfloat16", description="bfloat16 or float32, of the exported weights")
     max_logit_difference: float = Field(
         0.0, ge=0, description="largest difference in logits after the reload, same dtype"
     )
-
-
-class BenchmarkParams(PhaseParams):
-    PHASE: ClassVar[str] = "06_benchmark_serving"
-    GROWING: ClassVar[tuple[str, ...]] = ("workload_prompts", "general_prompts", "repeats")
-    UPSTREAM: ClassVar[tuple[str, ...]] = ("01_generate_data", "05_export_drafter")
-
-    num_speculative_tokens: int = Field(3, ge=1, le=16, description="K, drafted tokens per round")
-    workload_prompts: int = Field(16, ge=1, description="held-out prompts of the workload")
-    general_prompts: int = Field(8, ge=0, description="held-out prompts of the general set")
-    repeats: int = Field(3, ge=1, description="times that every prompt is asked of every arm")
-    max_new_tokens: int = Field(96, ge=4, description="longest answer, in tokens")
-    dtype: Dtype = Field("bfloat16", description="bfloat16 or float32, as served")
-    max_model_len: int = Field(1024, ge=16, description="longest conversation served, in tokens")
-    compile: bool = Field(False, description="let the engine compile its graphs, slow to start")
-    reference_drafter: str = Field("", description="folder of a known-good drafter, a second arm")
+    serve_with: Literal["both", "vllm"] = Field(
+        "both", description="both engines or vllm alone, which can be told more"
+    )
+    max_shard_mib: int = Field(0, ge=0, description="largest weights file in MiB, 0 for one file")
+    ask_engines: bool = Field(True, description="ask the installed engines what they will read")
+    base_model: str = Field(
+        "", description="Hub id of the target in the model card, its name if empty"
+    )
+    licence: str = Field(
+        "", description="licence in the model card, such as apache-2.0, none if empty"
+    )
 
 
 class DiagnoseParams(PhaseParams):

@@ -1,16 +1,17 @@
-"""What the parameters of every phase share: validation, messages, and the paths they name."""
+"""What the parameters of every phase share: strict reading, messages, paths, lists in texts."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.machine import ROOT
 
+Dtype = Literal["bfloat16", "float32"]
 _FILE_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".txt", ".gz", ".zst")
 
 
@@ -75,6 +76,11 @@ def resolve(path: str) -> Path:
     """A path of the parameters: absolute, or relative to the repository."""
     given = Path(path).expanduser()
     return given if given.is_absolute() else ROOT / given
+
+
+def numbers_of(text: str, kind: type[Any]) -> list[Any]:
+    """What a parameter lists, parted by commas. Raises ``ValueError`` for what is no ``kind``."""
+    return [kind(part.strip()) for part in text.split(",") if part.strip()]
 
 
 def hub_id(value: str) -> str:

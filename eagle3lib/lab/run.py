@@ -140,7 +140,7 @@ class Progress:
         done, total = self._bar.n, self._bar.total
         elapsed_s = self._written_s - self._started
         rate = (done - self._initial) / elapsed_s if elapsed_s > 0 else 0.0
-        left_s = (total - done) / rate if rate > 0 else None
+        left_s = max(0.0, total - done) / rate if rate > 0 else None
         left_s = None if left_s is None else round(left_s, 1)
         _write_progress(self._path, self._what, done, total, self._bar.unit, left_s)
 

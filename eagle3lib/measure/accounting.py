@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from eagle3lib.engine.records import RoundCounts
 from eagle3lib.lab.finding import Finding
 
 MIN_PROMPTS = 5  # below it a bootstrap over prompts says nothing
@@ -45,9 +46,23 @@ class Counts:
             for k in range(count):
                 self.accepted_at[k] += 1
 
+    def add_counts(self, tokens: int, told: RoundCounts, steps: int) -> None:
+        """Add one request whose rounds are known as counts. ``accepted_at`` is known as a whole or
+        not at all: a request that does not tell it makes it unknown (empty)."""
+        known = told.accepted_at is not None and (self.accepted_at or not self.requests)
+        before = self.accepted_at or [0] * steps
+        at = [*(told.accepted_at or []), *[0] * steps][:steps]
+        self.accepted_at = [a + b for a, b in zip(before, at, strict=True)] if known else []
+        self.requests += 1
+        self.tokens += tokens
+        self.rounds += told.rounds
+        self.drafted += told.rounds * steps if told.drafted is None else told.drafted
+        self.accepted += told.accepted
+
     @property
     def cut(self) -> int:
-        """Accepted drafts beyond the end of their answers, from the identity. Never negative."""
+        """Accepted drafts beyond the end of their answers, from the identity. Never negative.
+        SGLang's holds a verify round a request that gave no token, too."""
         return self.requests + self.rounds + self.accepted - self.tokens
 
     @property
@@ -66,6 +81,8 @@ class Counts:
     @property
     def conditional(self) -> list[float | None]:
         """Acceptance at step k given that the steps before were accepted."""
+        if not self.accepted_at:
+            return []
         before = [self.rounds, *self.accepted_at[:-1]]
         return [n / b if b else None for n, b in zip(self.accepted_at, before, strict=True)]
 
@@ -175,9 +192,10 @@ def check_speedup(speedup: Speedup, acceptance_length: float) -> list[Finding]:
     ]
 
 
-def check_identity(counts: Counts, steps: int) -> list[Finding]:
-    """The identity must leave between 0 and K - 1 cut drafts a request."""
-    if 0 <= counts.cut <= counts.requests * steps:
+def check_identity(counts: Counts, steps: int, *, empty_rounds: bool = False) -> list[Finding]:
+    """The identity must leave between 0 and K cut drafts a request (and SGLang's one round)."""
+    extra = counts.requests if empty_rounds else 0
+    if 0 <= counts.cut <= counts.requests * steps + extra:
         return []
     return [
         Finding(

@@ -1,38 +1,37 @@
-"""Run the arms: same flags, same prompts, one request at a time, alternating, warm.
+"""What the arms are, and what is read out of their recorded requests.
 
-Every request is one line of ``requests.jsonl`` when it is whole; a benchmark that was interrupted
-asks for the rest. Two servers stay up side by side; only one is asked at a time.
+Every request is one line when it is whole (``serve_arms`` writes them): those of the headline in
+``requests.jsonl``, which the diagnosis replays, those of the sweeps in ``sweeps.jsonl``.
 """
 
 from __future__ import annotations
 
-import json
-import os
 from collections import defaultdict
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from eagle3lib.data.rows import AnswerRow, read_answers
-from eagle3lib.engine.client import Client
-from eagle3lib.engine.launch import EngineConfig, EngineServer
+from eagle3lib.engine.records import RoundCounts
 from eagle3lib.lab.errors import UserError
-from eagle3lib.lab.files import read_json, read_jsonl, write_json
-from eagle3lib.lab.machine import free_cores
+from eagle3lib.lab.files import read_jsonl
 from eagle3lib.lab.params import BenchmarkParams
 from eagle3lib.lab.phase_params import resolve
 from eagle3lib.lab.run import Phase
 from eagle3lib.measure.accounting import Counts, PairedTiming
+from eagle3lib.measure.points import Point
 
+REQUESTS, SWEEPS, SAMPLES = "requests.jsonl", "sweeps.jsonl", "samples.jsonl"
 PLAIN, REFERENCE, OWN = "engine alone", "reference drafter", "own drafter"
 
 
 @dataclass(frozen=True)
 class RequestRow:
-    """One timed request. ``accepted`` and ``drafted`` are the engine's record, round by round."""
+    """One timed request. ``accepted`` and ``drafted`` are the engine's record, round by round;
+    ``counts`` is its record without their order, where it gives no more. ``steps`` is K of the
+    point (0: the run's own), for the plain arm that of the arm beside it."""
 
     arm: str
     set: str
@@ -41,13 +40,29 @@ class RequestRow:
     prompt_token_ids: list[int]
     answer_token_ids: list[int]
     finish_reason: str
-    duration_s: float
+    duration_s: float  # to the last token
     accepted: list[int] | None
     drafted: list[int] | None
+    engine: str = "vllm"
+    steps: int = 0
+    concurrency: int = 1
+    temperature: float = 0.0
+    context_tokens: int = 0
+    visit: int = 0  # of the arm's server, where they take turns
+    started_s: float = 0.0  # since the epoch
+    chunk_s: list[float] = field(default_factory=list)  # arrival of each chunk since the start
+    chunk_tokens: list[int] = field(default_factory=list)
+    counts: dict[str, Any] | None = None
 
     @property
-    def key(self) -> tuple[str, str, int]:
-        return self.arm, self.prompt, self.repeat
+    def point(self) -> Point:
+        return Point(
+            self.engine, self.steps, self.concurrency, self.temperature, self.context_tokens
+        )
+
+    @property
+    def key(self) -> tuple[Point, str, str, int]:
+        return self.point, self.arm, self.prompt, self.repeat
 
 
 def arms_of(cfg: BenchmarkParams, own: Path) -> dict[str, Path | None]:
@@ -84,126 +99,36 @@ def benchmark_prompts(phase: Phase, cfg: BenchmarkParams) -> list[AnswerRow]:
     return chosen
 
 
-def run_arms(
-    phase: Phase,
-    cfg: BenchmarkParams,
-    arms: dict[str, Path | None],
-    prompts: list[AnswerRow],
-    target: Path,
-) -> list[RequestRow]:
-    """Ask every prompt of every arm ``repeats`` times; the order of arms turns with each prompt."""
-    path = phase.folder / "requests.jsonl"
-    done = {row.key: row for row in read_requests(phase.folder)}
-    plan = [
-        (arm, prompt, repeat)
-        for repeat in range(cfg.repeats)
-        for i, prompt in enumerate(prompts)
-        for arm in _turned(list(arms), i + repeat)
-    ]
-    todo = [(a, p, r) for a, p, r in plan if (a, p.id, r) not in done]
-    if not todo:
-        return list(done.values())
-    with ExitStack() as stack:
-        clients = _start(stack, phase, cfg, arms, target)
-        before = {arm: c.speculation_counters() for arm, c in clients.items()}
-        try:
-            with (
-                path.open("a", encoding="utf-8") as file,
-                phase.progress(len(plan), "requests", "benchmark", len(plan) - len(todo)) as bar,
-            ):
-                for arm, prompt, repeat in todo:
-                    row = _ask(clients[arm], arm, prompt, repeat, cfg)
-                    file.write(json.dumps(asdict(row), ensure_ascii=False) + "\n")
-                    file.flush()
-                    os.fsync(file.fileno())
-                    done[row.key] = row
-                    bar.update(1)
-        finally:  # an interrupted benchmark keeps the counts of what it asked
-            _add_counters(phase.folder / "counters.json", before, clients)
-    return list(done.values())
-
-
-def _turned(arms: list[str], by: int) -> list[str]:
-    by %= len(arms)
-    return arms[by:] + arms[:by]
-
-
-def _start(
-    stack: ExitStack, phase: Phase, cfg: BenchmarkParams, arms: dict[str, Path | None], target: Path
-) -> dict[str, Client]:
-    """One server an arm, with the same number of threads, each warmed by two requests."""
-    threads, clients, started = free_cores(), {}, {}
-    for arm, drafter in arms.items():
-        engine = EngineConfig(
-            target,
-            cfg.dtype,
-            cfg.max_model_len,
-            max_num_seqs=4,
-            drafter=drafter,
-            num_speculative_tokens=cfg.num_speculative_tokens,
-            compile=cfg.compile,
-            threads=threads,
-        )
-        log = phase.log_file(f"vllm-{arm.replace(' ', '-')}")
-        server = stack.enter_context(EngineServer(engine, log=log, say=phase.note))
-        clients[arm] = Client(server.url)
-        started[arm] = {"threads": server.threads, "ready_after_s": server.ready_after_s}
-    write_json(phase.folder / "servers.json", started)
-    for client in clients.values():
-        for text in ("Hello!", "Count to twenty."):
-            client.chat([{"role": "user", "content": text}], max_tokens=24, temperature=0.0)
-    return clients
-
-
-def _ask(
-    client: Client, arm: str, prompt: AnswerRow, repeat: int, cfg: BenchmarkParams
-) -> RequestRow:
-    # Tools and thinking as when the answer was made: other prompt tokens are another workload.
-    answer = client.chat(
-        prompt.messages,
-        max_tokens=cfg.max_new_tokens,
-        temperature=0.0,
-        tools=prompt.tools,
-        thinking=prompt.sampling.get("thinking", "default"),
-    )
-    return RequestRow(
-        arm=arm,
-        set=prompt.set,
-        prompt=prompt.id,
-        repeat=repeat,
-        prompt_token_ids=answer.prompt_token_ids,
-        answer_token_ids=answer.answer_token_ids,
-        finish_reason=answer.finish_reason,
-        duration_s=round(answer.duration_s, 5),
-        accepted=answer.rounds.accepted if answer.rounds else None,
-        drafted=answer.rounds.drafted if answer.rounds else None,
-    )
-
-
-def _add_counters(
-    path: Path, before: dict[str, dict[str, float]], clients: dict[str, Client]
-) -> None:
-    """Differences of the engines' own counters, summed over the pieces of an interrupted
-    benchmark."""
-    summed = read_json(path) if path.exists() else {}
-    for arm, client in clients.items():
-        mine = summed.setdefault(arm, {})
-        for name, value in client.speculation_counters().items():
-            mine[name] = mine.get(name, 0.0) + value - before[arm].get(name, 0.0)
-    write_json(path, summed)
-
-
 def read_requests(folder: Path) -> list[RequestRow]:
-    return [RequestRow(**row) for row in read_jsonl(folder / "requests.jsonl")]
+    """The headline's requests; of one that was asked again (a block that broke off) the last."""
+    return _read(folder / REQUESTS)
+
+
+def read_sweeps(folder: Path) -> list[RequestRow]:
+    """The requests of all other points; none without a sweep."""
+    return _read(folder / SWEEPS)
+
+
+def _read(path: Path) -> list[RequestRow]:
+    rows = (RequestRow(**row) for row in read_jsonl(path)) if path.exists() else iter(())
+    return list({row.key: row for row in rows}.values())
 
 
 def counts_of(rows: list[RequestRow], steps: int) -> Counts:
-    """Pooled counts of requests that the engine gave a round record for."""
+    """Pooled counts of requests that the engine gave a record for."""
     counts = Counts()
     for row in rows:
+        tokens = len(row.answer_token_ids)
         if row.accepted is not None and row.drafted is not None:
-            counts.add(len(row.answer_token_ids), row.accepted, row.drafted, steps)
+            counts.add(tokens, row.accepted, row.drafted, steps)
+        elif row.counts is not None:
+            counts.add_counts(tokens, RoundCounts(**row.counts), steps)
     return counts
+
+
+def at_point(rows: list[RequestRow], point: Point, steps: int) -> list[RequestRow]:
+    """The rows of one point; those that name no K are of the run's own, ``steps``."""
+    return [r for r in rows if replace(r.point, steps=r.steps or steps) == point]
 
 
 def paired(rows: list[RequestRow], arm: str, set_name: str) -> list[PairedTiming]:
@@ -217,16 +142,22 @@ def paired(rows: list[RequestRow], arm: str, set_name: str) -> list[PairedTiming
     return [
         PairedTiming(int(s[PLAIN][0]), s[PLAIN][1], int(s[arm][0]), s[arm][1])
         for s in sums.values()
+        if s[PLAIN][0] and s[arm][0]
     ]
 
 
 def output_differences(rows: list[RequestRow], arm: str) -> pd.DataFrame:
-    """Prompts whose answers differ between the plain arm and ``arm``, and where they part."""
+    """Prompts whose answers differ between the plain arm and ``arm``, and where they part.
+
+    ``rows`` of one greedy point; at a temperature answers differ as they should.
+    """
     answers: dict[str, dict[str, list[int]]] = defaultdict(dict)
     for row in rows:
         answers[row.prompt].setdefault(row.arm, row.answer_token_ids)
     out: list[dict[str, Any]] = []
     for prompt, by_arm in answers.items():
+        if PLAIN not in by_arm or arm not in by_arm:
+            continue
         plain, spec = by_arm[PLAIN], by_arm[arm]
         if plain != spec:
             at = next(

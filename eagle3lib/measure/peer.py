@@ -25,10 +25,11 @@ from eagle3lib.drafter.model import Drafter
 from eagle3lib.drafter.phase import export_drafter
 from eagle3lib.drafter.vocab import VocabMap
 from eagle3lib.lab.files import read_json, write_json
-from eagle3lib.lab.params import BenchmarkParams
+from eagle3lib.lab.params import BenchmarkParams, ExportParams
 from eagle3lib.lab.run import Phase
 from eagle3lib.measure.accounting import MIN_PROMPTS
-from eagle3lib.measure.arms import RequestRow, benchmark_prompts, counts_of, run_arms
+from eagle3lib.measure.arms import RequestRow, benchmark_prompts, counts_of
+from eagle3lib.measure.serve_arms import run_arms
 from eagle3lib.target.folder import Target
 from eagle3lib.target.model import TargetHead
 from eagle3lib.target.states import StateStore
@@ -121,7 +122,7 @@ def export_own(training: Path, data: Path, target: Target, folder: Path) -> Path
         Folders(phase=training, states=data / "states", vocab=data / "vocab_map.safetensors"),
         target,
     )
-    return export_drafter(drafter, folder, "bfloat16", target, "Trained for a benchmark.")
+    return export_drafter(drafter, folder, ExportParams(), target, "Trained for a benchmark.")
 
 
 def export_untrained(vocab: VocabMap, target: Target, folder: Path) -> Path:
@@ -131,7 +132,7 @@ def export_untrained(vocab: VocabMap, target: Target, folder: Path) -> Path:
     with torch.no_grad():
         drafter.lm_head.weight.copy_(TargetHead(target).head[vocab.target_ids])
     set_vocab(drafter, vocab)
-    return export_drafter(drafter, folder, "bfloat16", target, "Never trained.")
+    return export_drafter(drafter, folder, ExportParams(), target, "Never trained.")
 
 
 @dataclass

@@ -8,13 +8,9 @@ from eagle3lib.lab.params import PlanParams
 from eagle3lib.plan.quantisation import quantisation_of
 from eagle3lib.plan.shape import Shape
 from eagle3lib.plan.step import Setting
+from eagle3lib.target.storage_bytes import bytes_per_token
 
-STATES = 4  # three slots and the last state
 FORMATS = ("bf16", "fp8", "compact")
-_SCALE_BYTES = 4  # one fp32 scale a state and token
-# The compact format keeps the last state only as the teacher's answer: 64 most likely tokens as an
-# id (4 bytes) and a logit (2 bytes), and only where a token is trained on.
-_TOP_LOGITS, _LOGIT_BYTES = 64, 6
 # What an engine holds beside weights and cache on a GPU: context, graphs, activations, workspace.
 _GPU_RUNTIME_BYTES, _CPU_RUNTIME_BYTES = 4e9, 2**30
 # vLLM's gpu_memory_utilization; its CPU server holds the weights twice while it loads.
@@ -26,19 +22,13 @@ _TRAIN_BYTES_PER_PARAMETER = 16
 def state_bytes(hidden: int, storage: str, answer_share: float = 1.0) -> float:
     """Bytes of one token's hidden states; ``answer_share`` of the tokens are trained on.
 
-    bf16: ``4 * H * 2`` (Kimi-K2.5: 57,344; Llama-3.1-8B at 2,048 tokens: 67 MB a conversation).
-    fp8: one byte a number and a scale a state. compact: three slots in fp8, and the 64 best logits
-    of answer tokens. stream: 0.
+    bf16 at a share of 1: ``4 * H * 2``, every last state kept as other tools do (Kimi-K2.5: 57,344;
+    Llama-3.1-8B at 2,048 tokens: 67 MB a conversation). stream: 0. See ``target/storage_bytes.py``.
     """
     if storage == "stream":
         return 0.0
-    if storage == "bf16":
-        return STATES * hidden * 2
-    if storage == "fp8":
-        return STATES * (hidden + _SCALE_BYTES)
-    if storage == "compact":
-        return 3 * (hidden + _SCALE_BYTES) + answer_share * _TOP_LOGITS * _LOGIT_BYTES
-    raise ValueError(f"no storage format {storage!r}")
+    state_format = "full" if storage == "bf16" else storage
+    return bytes_per_token(hidden, state_format, answer_share=answer_share)
 
 
 def answer_share(cfg: PlanParams) -> float:

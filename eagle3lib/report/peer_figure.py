@@ -7,7 +7,7 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from eagle3lib.report.figures import BLUE, GREEN, GREY, ORANGE, _styled
+from eagle3lib.report.style import BLUE, GREEN, GREY, ORANGE, styled
 from eagle3lib.training.peer import OWN, PEER
 
 _COLOURS = {OWN: BLUE, PEER: ORANGE, "untrained": GREY}
@@ -42,4 +42,4 @@ def peer_figure(speed: dict[str, Any], quality: dict[str, Any]) -> go.Figure:
     figure.update_yaxes(range=[1, None], row=1, col=2)
     ratio = speed["ratio"]
     title = f"{OWN} against {PEER}: {ratio['median']:.2f} times its tokens/s"
-    return _styled(figure, title, "", "")
+    return styled(figure, title, "", "")

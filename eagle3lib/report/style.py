@@ -25,5 +25,5 @@ def styled(figure: go.Figure, title: str, x: str, y: str, height: int = 380) -> 
         font={"family": "system-ui, sans-serif", "size": 13},
     )
     figure.update_xaxes(title=x)
-    figure.update_yaxes(title=y)
-    return figure
+    # Of figures side by side the first column names what all of them share.
+    return figure.update_yaxes(title=y, col=1) if figure._grid_ref else figure.update_yaxes(title=y)

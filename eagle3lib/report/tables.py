@@ -162,7 +162,8 @@ def norms_table(store: StateStore, most_rows: int = 24) -> pd.DataFrame:
     out = []
     for entry in store.entries[:: max(1, len(store.entries) // most_rows)]:
         row = store.row(entry)
-        states = [*row.slots.float().chunk(len(store.slots), dim=-1), row.last.float()]
+        slots, last = row.slots.float(), row.last[entry.first_taught :].float()
+        states = [*slots.chunk(len(store.slots), dim=-1), last]
         names = [f"before layer {slot}" for slot in store.slots] + ["last (pre-norm)"]
         for name, state in zip(names, states, strict=True):
             rms = state.square().mean(-1).sqrt()

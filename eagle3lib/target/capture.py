@@ -1,27 +1,44 @@
-"""Capture hidden states in this process: length-sorted batches, hooks, checks, shards.
+"""Capture hidden states into shards, in this process or from an engine: the same files.
 
-Rows are padded on the right, after sorting by length: under a causal mask padding changes nothing
-before it, and neighbours in length waste little. Measured share of padding is reported.
+In this process rows are packed end to end, each attending to itself alone (packing.py): no
+padding. A target that can't be packed runs in length-sorted batches, padded on the right; under a
+causal mask padding changes nothing before it. The share of padding is reported.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from eagle3lib.data.rows import AnswerRow
 from eagle3lib.lab.errors import UserError
-from eagle3lib.lab.files import read_json, write_atomic, write_json
+from eagle3lib.lab.files import read_json, write_json
 from eagle3lib.target.folder import Target
-from eagle3lib.target.model import TargetHead, load_target, record_states
-from eagle3lib.target.states import StateEntry, state_problem, write_index
+from eagle3lib.target.model import DTYPES, TargetHead, decoder_of, load_target, record_states
+from eagle3lib.target.packing import can_pack, packed
+from eagle3lib.target.states import (
+    StateEntry,
+    captured_row,
+    entry_of,
+    finished_shard,
+    state_problem,
+    write_index,
+    write_shard,
+)
+from eagle3lib.target.storage import check_format
+from eagle3lib.target.storage_bytes import bytes_per_token
+
+MADE_OF = "capture.json"  # what the shards of a folder were made of; a resumed capture compares
+_SPARE_BYTES = 256 * 2**20  # left free on the disk
 
 
 @dataclass(frozen=True)
@@ -37,30 +54,91 @@ class CaptureResult:
         return round(self.captured_tokens / self.seconds, 1) if self.captured_tokens else None
 
 
-def length_batches(lengths: list[int], batch_tokens: int) -> list[list[int]]:
-    """Indices in batches of neighbouring length whose padded size stays within ``batch_tokens``."""
+@runtime_checkable  # signatures are checked under test
+class StateSource(Protocol):
+    """Where states come from. Opened for the first shard that is to be made, closed at the end."""
+
+    cells: int  # tokens computed so far, padding included
+
+    def states(self, rows: list[list[int]]) -> list[Tensor]:
+        """The states [T, S + 1, H] of each row of token ids, slots first, then ``last``."""
+        ...
+
+    def __enter__(self) -> StateSource: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+@dataclass
+class InProcess:
+    """The target in this process, through transformers."""
+
+    target: Target
+    slots: tuple[int, ...]
+    dtype: str
+    batch_tokens: int
+    device: str = "cpu"
+    trust_remote_code: bool = False
+    cells: int = 0
+    model: Any = field(default=None, init=False)
+
+    def __enter__(self) -> InProcess:
+        trusted = self.trust_remote_code
+        self.model = load_target(self.target, self.dtype, self.device, trust_remote_code=trusted)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.model = None
+
+    def states(self, rows: list[list[int]]) -> list[Tensor]:
+        pads = not can_pack(decoder_of(self.model))
+        made: dict[int, Tensor] = {}
+        for batch in length_batches([len(r) for r in rows], self.batch_tokens, pads=pads):
+            lengths = [len(rows[i]) for i in batch]
+            self.cells += len(batch) * max(lengths) if pads else sum(lengths)
+            states = forward_states(self.model, [rows[i] for i in batch], self.slots)
+            made |= dict(zip(batch, states, strict=True))
+        return [made[i] for i in range(len(rows))]
+
+
+def length_batches(lengths: list[int], batch_tokens: int, *, pads: bool = True) -> list[list[int]]:
+    """Indices in batches of neighbouring length whose size (padded to the longest, where rows are
+    padded) stays within ``batch_tokens``."""
     batches: list[list[int]] = []
+    total = 0
     for index in sorted(range(len(lengths)), key=lambda i: (lengths[i], i)):
-        padded = lengths[index] * (len(batches[-1]) + 1) if batches else batch_tokens + 1
-        if padded > batch_tokens:
+        total += lengths[index]
+        size = lengths[index] * (len(batches[-1]) + 1) if pads and batches else total
+        if not batches or size > batch_tokens:
             batches.append([])
+            total = lengths[index]
         batches[-1].append(index)
     return batches
 
 
 @torch.no_grad()
 def forward_states(model: Any, rows: list[list[int]], slots: tuple[int, ...]) -> list[Tensor]:
-    """States [T, S + 1, H] of each row of token ids, run as one right-padded batch."""
-    longest = max(len(row) for row in rows)
-    ids = torch.zeros(len(rows), longest, dtype=torch.int64)
-    for i, row in enumerate(rows):
-        ids[i, : len(row)] = torch.tensor(row)
+    """States [T, S + 1, H] of each row of token ids, run as one batch, packed where possible."""
+    decoder = decoder_of(model)
+    lengths = [len(row) for row in rows]
+    packs = can_pack(decoder)
+    if packs:
+        ids = torch.tensor([[token for row in rows for token in row]])
+        positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    else:
+        ids = torch.zeros(len(rows), max(lengths), dtype=torch.int64)
+        for i, row in enumerate(rows):
+            ids[i, : len(row)] = torch.tensor(row)
+        positions = torch.arange(max(lengths)).expand_as(ids)
     device = next(model.parameters()).device
-    with record_states(model, slots) as recorded:
+    alone = packed(decoder, lengths) if packs else contextlib.nullcontext()
+    with record_states(model, slots) as recorded, alone:
         # The decoder alone: the head's logits over the whole vocabulary are not wanted here.
-        model.model(input_ids=ids.to(device), use_cache=False)
-        stacked = torch.stack(recorded, dim=2).cpu()  # [B, T, S + 1, H]
-    return [stacked[i, : len(row)].clone() for i, row in enumerate(rows)]
+        decoder(input_ids=ids.to(device), position_ids=positions.to(device), use_cache=False)
+        stacked = torch.stack(recorded, dim=2).cpu()  # [B, T, S + 1, H], packed [1, N, S + 1, H]
+    if packs:
+        return [part.clone() for part in stacked[0].split(lengths)]
+    return [stacked[i, :n].clone() for i, n in enumerate(lengths)]
 
 
 def capture(
@@ -72,93 +150,156 @@ def capture(
     dtype: str,
     batch_tokens: int,
     shard_rows: int,
+    state_format: str = "full",
     on_tokens: Callable[[int], None] = lambda n: None,
+    source: StateSource | None = None,
 ) -> CaptureResult:
     """Capture every row's states into ``folder``; finished shards of an interrupted run are kept.
 
-    Raises ``UserError`` when a row's states are not finite, all zero, or stuck.
+    ``source`` is ``InProcess`` on the CPU unless one is given. Raises ``UserError`` when a row's
+    states are not finite, all zero, or stuck, when the disk is too small, when a prompt holds
+    images, when the format can't hold the states, and when the folder's shards were made of another
+    target, dtype or slots.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    started, padded, tokens = time.perf_counter(), 0, 0
-    model: Any = None
+    check_format(state_format, target.hidden_size)
+    check_text_only(target, rows)
+    _bind(folder, {"target": target.fingerprint, "slots": list(slots), "dtype": dtype})
+    source = source or InProcess(target, slots, dtype, batch_tokens)
+    started, tokens = time.perf_counter(), 0
     entries: list[StateEntry] = []
-    by_length = sorted(rows, key=lambda r: (_length(r), r.id))
-    for number, start in enumerate(range(0, len(by_length), shard_rows)):
-        part = by_length[start : start + shard_rows]
-        name = f"shard-{number:05d}"
-        done = _finished_shard(folder, name, part)
-        if done is None:
-            model = model or load_target(target, dtype)
-            done, cells = _capture_shard(model, part, folder, name, slots, batch_tokens)
-            padded += cells
-            tokens += sum(_length(r) for r in part)
-        entries += done
-        on_tokens(sum(_length(r) for r in part))
-    write_index(folder, entries, slots=slots, dtype=dtype, fingerprint=target.fingerprint)
+    parts = shard_parts(rows, shard_rows)
+    found = {
+        name: finished_shard(folder, name, [entry_of(row) for row in part], state_format)
+        for name, part in parts.items()
+    }
+    missing = sum(_length(r) for name in parts if not found[name] for r in parts[name])
+    numbers = {"slots": len(slots), "number_bytes": DTYPES[dtype].itemsize}
+    check_disk(folder, missing * bytes_per_token(target.hidden_size, state_format, **numbers))
+    with contextlib.ExitStack() as opened:
+        for name, part in parts.items():
+            done = found[name]
+            if done is None:
+                if not tokens:
+                    opened.enter_context(source)
+                done = _capture_shard(source, part, folder, name, state_format)
+                tokens += sum(_length(r) for r in part)
+            entries += done
+            on_tokens(sum(_length(r) for r in part))
+    _drop_other_shards(folder, set(parts))
+    write_index(
+        folder,
+        entries,
+        slots=slots,
+        dtype=dtype,
+        fingerprint=target.fingerprint,
+        state_format=state_format,
+    )
     seconds = time.perf_counter() - started
-    waste = 1 - tokens / padded if padded else 0.0
+    waste = 1 - tokens / source.cells if source.cells else 0.0
     return CaptureResult(len(rows), sum(e.tokens for e in entries), waste, tokens, seconds)
+
+
+def shard_parts(rows: list[AnswerRow], shard_rows: int) -> dict[str, list[AnswerRow]]:
+    """Shard name -> its rows, neighbours in length."""
+    ordered = sorted(rows, key=lambda r: (_length(r), r.id))
+    starts = range(0, len(ordered), shard_rows)
+    return {f"shard-{i:05d}": ordered[s : s + shard_rows] for i, s in enumerate(starts)}
+
+
+def check_text_only(target: Target, rows: list[AnswerRow]) -> None:
+    """Raise ``UserError`` for prompts with images: only a target's text tower is run here."""
+    media = target.media_ids
+    if not media:
+        return
+    with_images = [r.id for r in rows if media.intersection(r.prompt_token_ids)]
+    if with_images:
+        raise UserError(
+            f"{len(with_images)} prompts hold images or video, the first is {with_images[0]}",
+            expected="text-only prompts: the states at image tokens would be those of placeholders",
+            where=target.folder,
+            next="leave those prompts out of phase 01",
+        )
+
+
+def check_disk(folder: Path, needed_bytes: float) -> None:
+    """Raise ``UserError`` when ``needed_bytes`` of new states don't fit beside a small reserve."""
+    stat = os.statvfs(folder)
+    free = stat.f_bavail * stat.f_frsize
+    if needed_bytes + _SPARE_BYTES > free:
+        raise UserError(
+            f"{free / 1e9:.1f} GB are free, the states still to be made need "
+            f"{needed_bytes / 1e9:.1f} GB",
+            expected=f"{(needed_bytes + _SPARE_BYTES) / 1e9:.1f} GB free",
+            where=folder,
+            next="make room, or ask fewer prompts in phase 01; finished shards are kept",
+        )
+
+
+def _bind(folder: Path, made_of: dict[str, Any]) -> None:
+    """Tie the folder to what its states are made of, and clear what a killed run left half done."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / MADE_OF
+    before = read_json(path) if path.exists() else made_of
+    changed = [key for key in made_of if before.get(key) != made_of[key]]
+    if changed:
+        raise UserError(
+            "; ".join(f"{k}: {before.get(k)} there, {made_of[k]} now" for k in changed),
+            expected="states of one target, dtype and choice of slots in a folder",
+            where=path,
+            next="another run name, or delete the folder with its shards",
+        )
+    for stale in folder.glob(".shard-*.tmp"):
+        stale.unlink()
+    write_json(path, made_of)
+
+
+def _drop_other_shards(folder: Path, names: set[str]) -> None:
+    """Shards of an earlier, larger set of rows are in no index; they would only fill the disk."""
+    for path in folder.glob("shard-*"):
+        if path.name.split(".")[0] not in names:
+            path.unlink()
 
 
 def _length(row: AnswerRow) -> int:
     return len(row.prompt_token_ids) + len(row.answer_token_ids)
 
 
-def _finished_shard(folder: Path, name: str, part: list[AnswerRow]) -> list[StateEntry] | None:
-    """The entries of a shard that an earlier, interrupted run completed for these very rows."""
-    side = folder / f"{name}.json"
-    if not side.exists() or not (folder / f"{name}.safetensors").exists():
-        return None
-    entries = [StateEntry(**entry) for entry in read_json(side)]
-    same = [(e.id, e.tokens) for e in entries] == [(r.id, _length(r)) for r in part]
-    return entries if same else None
-
-
 def _capture_shard(
-    model: Any,
-    part: list[AnswerRow],
-    folder: Path,
-    name: str,
-    slots: tuple[int, ...],
-    batch_tokens: int,
-) -> tuple[list[StateEntry], int]:
+    source: StateSource, part: list[AnswerRow], folder: Path, name: str, state_format: str
+) -> list[StateEntry]:
     ids = [row.prompt_token_ids + row.answer_token_ids for row in part]
-    states: dict[int, Tensor] = {}
-    cells = 0
-    for batch in length_batches([len(row) for row in ids], batch_tokens):
-        cells += len(batch) * max(len(ids[i]) for i in batch)
-        made = forward_states(model, [ids[i] for i in batch], slots)
-        states |= dict(zip(batch, made, strict=True))
-    entries, start = [], 0
-    for i, row in enumerate(part):
-        problem = state_problem(states[i], torch.tensor(ids[i]))
+    captured = []
+    for row, row_ids, made in zip(part, ids, source.states(ids), strict=True):
+        if len(made) != len(row_ids):
+            problem = f"{len(made)} states for {len(row_ids)} tokens"
+        else:
+            problem = state_problem(made, torch.tensor(row_ids))
         if problem:
             raise UserError(
                 f"conversation {row.id}: {problem}",
                 where=folder,
-                expected="finite, distinct hidden states",
+                expected="finite, distinct hidden states, one for each token",
                 next="capture with dtype=float32; if that fails too, check the weights",
             )
-        entries.append(
-            StateEntry(
-                id=row.id,
-                set=row.set,
-                split=row.split if row.trained or row.split == "heldout" else "left",
-                shard=f"{name}.safetensors",
-                start=start,
-                tokens=len(ids[i]),
-                prompt_tokens=len(row.prompt_token_ids),
-                mean_square=round(float(states[i].float().square().mean()), 6),
-            )
-        )
-        start += len(ids[i])
-    tensors = {
-        "hidden_states": torch.cat([states[i] for i in range(len(part))]),
-        "token_ids": torch.tensor([t for row in ids for t in row], dtype=torch.int64),
-    }
-    write_atomic(folder / f"{name}.safetensors", lambda tmp: save_file(tensors, tmp))
-    write_json(folder / f"{name}.json", [entry.__dict__ for entry in entries])
-    return entries, cells
+        captured.append(captured_row(entry_of(row), row_ids, made))
+    with _disk_full_is_told(folder):
+        return write_shard(folder, name, captured, state_format)
+
+
+@contextlib.contextmanager
+def _disk_full_is_told(folder: Path) -> Any:
+    """A full disk, whoever says it: the operating system, or safetensors in a text of its own."""
+    try:
+        yield
+    except Exception as error:
+        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+        if not full and "No space left" not in str(error) and "quota" not in str(error):
+            raise
+        raise UserError(
+            f"the disk is full: {error}",
+            where=folder,
+            next="make room and run the phase again; finished shards are kept",
+        ) from None
 
 
 def teacher_agreement(

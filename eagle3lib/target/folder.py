@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,16 +10,28 @@ from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import hash_file, hash_json, read_json
 from eagle3lib.lab.finding import Finding, raise_errors
 from eagle3lib.target import smollm2
+from eagle3lib.target.weights import file_problem, weight_files
+
+_MEDIA_KEYS = (
+    "image_token_id",
+    "image_token_index",
+    "video_token_id",
+    "video_token_index",
+    "media_placeholder_token_id",
+)
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json")
 
 
 @dataclass(frozen=True)
 class Target:
-    """A Hugging Face folder that was checked. ``config`` is the text model's configuration."""
+    """A Hugging Face folder that was checked. ``config`` is the text model's configuration, over
+    the keys of the multimodal wrapper where there is one."""
 
     name: str
     folder: Path
     config: dict[str, Any]
     fingerprint: str
+    wrapper: str = ""  # architecture of the multimodal wrapper, "" for a plain text model
 
     @property
     def num_layers(self) -> int:
@@ -34,6 +44,12 @@ class Target:
     @property
     def vocab_size(self) -> int:
         return int(self.config["vocab_size"])
+
+    @property
+    def media_ids(self) -> set[int]:
+        """Token ids that stand for images or video in a prompt; empty for a text model."""
+        found = (self.config.get(key) for key in _MEDIA_KEYS) if self.wrapper else ()
+        return {value for value in found if isinstance(value, int)}
 
     def stop_ids(self) -> list[int]:
         """End-of-text and end-of-turn ids that the model's files name."""
@@ -56,8 +72,11 @@ def open_target(name: str) -> Target:
     folder = _find(name)
     raise_errors(check_target_folder(folder))
     raw = read_json(folder / "config.json")
-    config = {**raw, **raw["text_config"]} if isinstance(raw.get("text_config"), dict) else raw
-    return Target(name=name, folder=folder, config=config, fingerprint=_fingerprint(folder))
+    text = raw.get("text_config")
+    if not isinstance(text, dict):
+        return Target(name, folder, raw, _fingerprint(folder))
+    wrapper = str((raw.get("architectures") or [raw.get("model_type", "unknown")])[0])
+    return Target(name, folder, {**raw, **text}, _fingerprint(folder), wrapper)
 
 
 def _find(name: str) -> Path:
@@ -78,7 +97,10 @@ def _find(name: str) -> Path:
 
     try:
         patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        found = Path(snapshot_download(name, allow_patterns=patterns))
+        if not any(found.glob("*.safetensors")):
+            snapshot_download(name, allow_patterns=["pytorch_model*.bin"])
+        return found
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).split("\n")[0]
         raise UserError(
@@ -90,10 +112,8 @@ def _find(name: str) -> Path:
 
 def _fingerprint(folder: Path) -> str:
     """Of config, tokenizer and weights (large shards by size and both ends)."""
-    names = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-    files = [folder / n for n in names if (folder / n).exists()] + sorted(
-        folder.glob("*.safetensors")
-    )
+    names = ("config.json", *_TOKENIZERS, "tokenizer_config.json", "chat_template.jinja")
+    files = [folder / n for n in names if (folder / n).exists()] + weight_files(folder)
     return hash_json({f.name: hash_file(f) for f in files})
 
 
@@ -129,56 +149,27 @@ def check_target_folder(folder: Path) -> list[Finding]:
                 folder / "config.json",
             )
         )
-    tokenizers = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json")
-    if not any((folder / name).exists() for name in tokenizers):
+    if not any((folder / name).exists() for name in _TOKENIZERS):
         findings.append(
             error(
                 "target-tokenizer",
                 "the target's folder has no tokenizer",
-                f"one of {', '.join(tokenizers)}",
+                f"one of {', '.join(_TOKENIZERS)}",
                 folder,
             )
         )
-    shards = _named_shards(folder)
+    shards = weight_files(folder)
     if not shards:
         findings.append(
             error(
                 "target-weights",
                 "the target's folder has no weights",
-                "*.safetensors files",
+                "*.safetensors, or pytorch_model*.bin",
                 folder,
             )
         )
     for shard in shards:
-        problem = _shard_problem(shard)
+        problem = file_problem(shard)
         if problem:
             findings.append(error("target-shard", f"{shard.name} {problem}", "a whole file", shard))
     return findings
-
-
-def _named_shards(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        return sorted({folder / name for name in read_json(index)["weight_map"].values()})
-    return sorted(folder.glob("*.safetensors"))
-
-
-def _shard_problem(path: Path) -> str:
-    """A safetensors file says in its header how long it is; empty string if it is that long."""
-    if not path.exists():
-        return "is named by the index but missing"
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        head = file.read(8)
-        if len(head) < 8:
-            return f"is cut short: {size} bytes"
-        length = struct.unpack("<Q", head)[0]
-        if 8 + length > size:
-            return f"is cut short: {size} bytes, its header alone needs {8 + length}"
-        try:
-            header = json.loads(file.read(length))
-        except (json.JSONDecodeError, UnicodeDecodeError):
-            return "has a broken header"
-    ends = [t["data_offsets"][1] for k, t in header.items() if k != "__metadata__"]
-    wanted = 8 + length + max(ends, default=0)
-    return "" if size >= wanted else f"is cut short: {size} of {wanted} bytes"

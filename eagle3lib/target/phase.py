@@ -9,14 +9,26 @@ import torch
 
 from eagle3lib.data.rows import read_answers
 from eagle3lib.lab.files import read_json
-from eagle3lib.lab.finding import Finding
-from eagle3lib.lab.machine import cores
+from eagle3lib.lab.finding import Finding, by_severity
+from eagle3lib.lab.machine import cores, describe_machine
 from eagle3lib.lab.params import CaptureParams
 from eagle3lib.lab.run import Phase
-from eagle3lib.target.capture import CaptureResult, capture, teacher_agreement
+from eagle3lib.target.capture import (
+    CaptureResult,
+    InProcess,
+    StateSource,
+    capture,
+    teacher_agreement,
+)
+from eagle3lib.target.engine import FromVllm
 from eagle3lib.target.folder import Target
-from eagle3lib.target.model import TargetHead
+from eagle3lib.target.layers import check_layers, match_slots
+from eagle3lib.target.model import TargetHead, best_device, load_target
+from eagle3lib.target.proof import check_states, gather_facts
 from eagle3lib.target.states import StateStore
+from eagle3lib.target.weights import weight_files
+
+LAYER_CHECK_ROWS = 4
 
 
 def capture_answers(
@@ -25,8 +37,8 @@ def capture_answers(
     """Capture the states of all answers of phase 01 into ``states/``; resumes at the last shard."""
     torch.set_num_threads(cores())
     rows = read_answers(phase.of("01_generate_data"))
-    tokens = sum(len(r.prompt_token_ids) + len(r.answer_token_ids) for r in rows)
-    with phase.progress(tokens, "tokens", "hidden states") as bar:
+    lengths = [len(r.prompt_token_ids) + len(r.answer_token_ids) for r in rows]
+    with phase.progress(sum(lengths), "tokens", "hidden states") as bar:
         return capture(
             target,
             rows,
@@ -35,8 +47,72 @@ def capture_answers(
             dtype=cfg.dtype,
             batch_tokens=cfg.batch_tokens,
             shard_rows=cfg.shard_rows,
+            state_format=cfg.state_format,
             on_tokens=bar.update,
+            source=_source(phase, cfg, target, slots, max(lengths, default=1)),
         )
+
+
+def _source(
+    phase: Phase, cfg: CaptureParams, target: Target, slots: tuple[int, ...], longest: int
+) -> StateSource:
+    if cfg.source == "vllm":
+        work = phase.log_file("vllm").parent
+        # One more than the longest row: the engine must answer a token to it.
+        flags = ("--trust-remote-code",) if cfg.trust_remote_code else ()
+        return FromVllm(
+            target, slots, cfg.dtype, work, longest + 1, extra_flags=flags, say=phase.note
+        )
+    device = best_device(cfg.device)
+    return InProcess(target, slots, cfg.dtype, cfg.batch_tokens, device, cfg.trust_remote_code)
+
+
+def prove_states(
+    store: StateStore, phase: Phase, cfg: CaptureParams, target: Target
+) -> tuple[pd.DataFrame, list[Finding]]:
+    """A table of the shards' facts, and every finding on the states: what they hold, whose they
+    are, and (where the target fits into this machine's memory) which layers they are."""
+    rows = read_answers(phase.of("01_generate_data"))
+    facts = gather_facts(store, rows, TargetHead(target), floor=cfg.min_teacher_agreement)
+    findings = check_states(facts, cfg.min_teacher_agreement, greedy=was_greedy(phase))
+    findings += _layer_findings(store, cfg, target)
+    table = pd.DataFrame(
+        [
+            {
+                "shard": s.shard,
+                "conversations": s.rows,
+                "tokens": s.tokens,
+                "not finite": s.not_finite,
+                "zero": s.zero,
+                "damaged": len(s.damaged),
+                "std": s.std,
+                "agree": s.agree,
+                "answer tokens": s.answer_tokens,
+            }
+            for s in facts.shards
+        ]
+    )
+    return table, by_severity(findings)
+
+
+def _layer_findings(store: StateStore, cfg: CaptureParams, target: Target) -> list[Finding]:
+    weights = sum(f.stat().st_size for f in weight_files(target.folder))
+    free = int(describe_machine(target.folder)["memory_available_bytes"])
+    # Unpacked INT4 is four times its files; the rest is loaded as it is.
+    if weights * (4 if "quantization_config" in target.config else 1) > 0.8 * free:
+        return [
+            Finding(
+                "state-layers-unproven",
+                "warning",
+                "the layer check was left out: the target does not fit into memory here",
+                f"{weights / 1e9:.0f} GB of weights, {free / 1e9:.0f} GB free",
+                "trust the teacher's agreement; check layers on a small target of this family",
+                "states",
+            )
+        ]
+    model = load_target(target, cfg.dtype, trust_remote_code=cfg.trust_remote_code)
+    matches = match_slots(store, model, _spread(store.entries, LAYER_CHECK_ROWS))
+    return check_layers(matches, target.num_layers)
 
 
 def agreement_table(store: StateStore, target: Target, most_rows: int = 60) -> pd.DataFrame:
@@ -86,6 +162,6 @@ def check_teacher(share: float, floor: float, *, greedy: bool) -> list[Finding]:
 
 
 def was_greedy(phase: Phase) -> bool:
-    """Whether phase 01 asked for greedy answers."""
-    manifest = read_json(phase.of("01_generate_data") / "manifest.json")
-    return bool(manifest["inputs"]["params"]["temperature"] == 0)
+    """Whether all answers of phase 01 are the target's own, asked for greedily."""
+    params = read_json(phase.of("01_generate_data") / "manifest.json")["inputs"]["params"]
+    return bool(params["temperature"] == 0 and not params.get("answers"))

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from eagle3lib.drafter.align import base_span
@@ -102,7 +101,7 @@ def label_counts(entries: Entries, steps: int) -> list[int]:
 
 def load_batch(store: StateStore, entries: Entries, device: torch.device | str = "cpu") -> Batch:
     """Read an update's part. Raises ``UserError`` for states that are not finite."""
-    rows = [checked_row(store, entry) for entry in entries]
+    rows = [_finite(store, row) for row in store.rows(entries, device)]
     packed = PackedRows.pack(
         [row.token_ids for row in rows], [row.entry.prompt_tokens for row in rows]
     )
@@ -128,27 +127,20 @@ def prefetched(load: Callable[[Job], Made], jobs: Iterable[Job]) -> Iterator[Mad
             yield pending.result()
 
 
-def checked_row(store: StateStore, entry: StateEntry) -> StateRow:
-    """One conversation; raises ``UserError`` that names it for NaN and infinity."""
-    row = store.row(entry)
+def _finite(store: StateStore, row: StateRow) -> StateRow:
+    """The row itself; raises ``UserError`` that names it for NaN and infinity."""
     if not torch.isfinite(row.slots).all() or not torch.isfinite(row.last).all():
         raise UserError(
-            f"conversation {entry.id}: states are not finite",
-            where=store.folder / entry.shard,
+            f"conversation {row.entry.id}: states are not finite",
+            where=store.folder / row.entry.shard,
             next="delete the shard and run the capture again",
         )
     return row
-
-
-def token_ids(store: StateStore, entry: StateEntry) -> Tensor:
-    """A conversation's ids [T] without reading its states."""
-    with safe_open(store.folder / entry.shard, framework="pt") as file:
-        return file.get_slice("token_ids")[entry.start : entry.start + entry.tokens]
 
 
 def conversations(store: StateStore, entries: Entries) -> list[Conversation]:
     """For the simulator."""
     return [
         Conversation(row.token_ids, row.entry.prompt_tokens, row.slots)
-        for row in (checked_row(store, entry) for entry in entries)
+        for row in (_finite(store, row) for row in store.rows(entries))
     ]

@@ -11,7 +11,7 @@ from eagle3lib.drafter.model import Drafter
 from eagle3lib.drafter.simulate import Conversation, Replay, simulate
 from eagle3lib.target.model import TargetHead
 from eagle3lib.target.states import StateStore
-from eagle3lib.training.data import Batch, groups_of, load_batch, token_ids, trainable
+from eagle3lib.training.data import Batch, groups_of, load_batch, trainable
 from eagle3lib.training.evaluate import (
     acceptance_counts,
     chain_estimates,
@@ -51,7 +51,7 @@ class Heldout:
         """Ids without states, for baselines that see no states."""
         return {
             name: [
-                Conversation(token_ids(self._store, e), e.prompt_tokens, torch.empty(e.tokens, 0))
+                Conversation(self._store.token_ids(e), e.prompt_tokens, torch.empty(e.tokens, 0))
                 for e in entries
             ]
             for name, entries in self.sets.items()

@@ -38,7 +38,6 @@ from eagle3lib.training.data import (
     load_batch,
     prefetched,
     share_out,
-    token_ids,
     trainable,
 )
 from eagle3lib.training.evaluate import NgramBaseline, verdict
@@ -100,7 +99,7 @@ class Trainer:
         need = estimate(drafter, cfg, self.plan[0], self.place.world, numbers)
         check_memory(need, free, cfg, self.place.device)
         self.head = FullHead(head, self.place.device, cfg.loss_temperature)
-        self.draft_head = self.head.head.head[self.vocab.target_ids.to(self.place.device)]
+        self.draft_head = self.head.rows(self.vocab.target_ids)
 
         def objective(computing: Any) -> Objective:
             if cfg.recompute:
@@ -249,7 +248,7 @@ class Trainer:
         answers, tokens = [], 0
         for entry in chosen.entries:
             if tokens < _BASELINE_TOKENS:
-                answers.append(token_ids(self.store, entry)[entry.prompt_tokens :].tolist())
+                answers.append(self.store.token_ids(entry)[entry.prompt_tokens :].tolist())
                 tokens += len(answers[-1])
         steps = self.cfg.num_speculative_tokens
         return facts | {"baselines": NgramBaseline(answers).evaluate(self.heldout.tokens(), steps)}

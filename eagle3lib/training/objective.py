@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from eagle3lib.drafter.model import Drafter, unroll
+from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.params import TrainParams
 from eagle3lib.target.model import DTYPES, TargetHead
 from eagle3lib.training.data import Batch, Entries, label_counts
@@ -44,10 +45,19 @@ class FullHead:
     """
 
     def __init__(self, head: TargetHead, device: torch.device, temperature: float = 1.0):
+        if head.softcap:
+            raise UserError(
+                "the target caps its logits softly (final_logit_softcapping)",
+                expected="a target whose logits are its head's: the loss makes them chunk by chunk",
+            )
         for name in ("embedding", "norm", "head"):
             setattr(head, name, getattr(head, name).to(device))
         self.head, self.temperature = head, temperature
         self._known: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def rows(self, target_ids: Tensor) -> Tensor:
+        """Rows of the head [D, Ht], such that logits are normed states times these."""
+        return self.head.head[target_ids.to(self.head.head.device)] * self.head.scale
 
     def labels(self, batch: Batch) -> Labels:
         """Of every token; what no label looks at is -1 and 0."""

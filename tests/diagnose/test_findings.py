@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from eagle3lib.diagnose.findings import acceptance_verdict, data_findings, speed_verdict
+from eagle3lib.diagnose.findings import acceptance_verdict, speed_verdict
 from eagle3lib.diagnose.replay import ReplayedAnswer, compare_counts
 from eagle3lib.drafter.simulate import Replay
 from eagle3lib.measure.arms import OWN, RequestRow
@@ -77,24 +77,6 @@ def test_exactly_nothing_accepted_is_wiring_never_train_longer():
     _, findings = acceptance_verdict(compared([0] * 10, [0] * 10), 0.01, 1.5)
     assert codes(findings)[0] == "nothing-accepted"
     assert "wiring" in findings[0].remedy
-
-
-def test_few_tokens_are_a_smoke_test():
-    found = data_findings(compared([2, 1], [2, 1]), None, trained_tokens=15_000, baseline=1.4)
-    assert [(f.code, f.severity) for f in found] == [("smoke-test", "note")]
-    assert data_findings(compared([2, 1], [2, 1]), None, 1_000_000, 1.4) == []
-
-
-def test_a_drafter_that_does_not_beat_counting_is_an_error():
-    found = data_findings(compared([0, 1], [0, 1]), None, trained_tokens=10**6, baseline=1.5)
-    assert codes(found) == ["no-better-than-counting"]
-
-
-def test_missing_coverage_is_named_with_its_set():
-    low = {**compared([2, 1], [2, 1]), "vocab_coverage": 0.75}
-    found = data_findings(compared([2, 1], [2, 1]), low, 10**6, None)
-    assert [(f.code, f.severity) for f in found] == [("low-coverage", "note")]
-    assert "75%" in found[0].title
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,16 @@ import pytest
 
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.params import BenchmarkParams
-from eagle3lib.measure import arms
-from eagle3lib.measure.arms import OWN, PLAIN, REFERENCE, RequestRow, arms_of, output_differences
+from eagle3lib.measure.arms import (
+    OWN,
+    PLAIN,
+    REFERENCE,
+    RequestRow,
+    arms_of,
+    counts_of,
+    output_differences,
+)
+from eagle3lib.measure.order import turned
 from eagle3lib.measure.summary import arms_table, check_benchmark, summarise
 
 
@@ -52,7 +60,7 @@ def test_a_reference_drafter_that_is_no_folder_is_named(tmp_path):
 
 def test_the_order_of_arms_turns_with_every_prompt():
     names = [PLAIN, REFERENCE, OWN]
-    orders = [arms._turned(names, i) for i in range(3)]
+    orders = [turned(names, i) for i in range(3)]
     assert [o[0] for o in orders] == names
     assert all(sorted(o) == sorted(names) for o in orders)
 
@@ -109,4 +117,4 @@ def test_an_answer_that_only_ends_earlier_differs_at_its_end():
 
 def test_a_request_without_a_round_record_counts_no_rounds():
     rows = [request(OWN, "p", accepted=None)]
-    assert arms.counts_of(rows, 3).requests == 0
+    assert counts_of(rows, 3).requests == 0

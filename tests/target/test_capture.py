@@ -1,15 +1,20 @@
 """Captured states are the target's own, whatever they were batched with; faults have names."""
 
+import errno
 import json
 import random
+from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 from eagle3lib.lab.errors import UserError
 from eagle3lib.target.capture import (
+    InProcess,
     capture,
     forward_states,
     length_batches,
@@ -108,8 +113,11 @@ def test_store_gives_back_what_was_captured(tiny_model, tiny_rows, tiny_states, 
         assert (found.entry.set, found.entry.split) == (row.set, row.split)
         alone = forward_states(tiny_model, [ids], SLOTS)[0]
         close(found.slots, alone[:, :-1].flatten(1))
-        close(found.last, alone[:, -1])
-        assert found.entry.mean_square == pytest.approx(float(alone.square().mean()), rel=1e-4)
+        first = found.entry.first_taught
+        close(found.last[first:], alone[first:, -1])
+        assert not found.last[:first].any()
+        kept = torch.cat((alone[:, :-1].flatten(), alone[first:, -1].flatten()))
+        assert found.entry.mean_square == pytest.approx(float(kept.square().mean()), rel=1e-4)
 
 
 def test_result_counts_tokens_and_padding(tiny_target, tiny_rows, tmp_path):
@@ -117,10 +125,30 @@ def test_result_counts_tokens_and_padding(tiny_target, tiny_rows, tmp_path):
     result = capture(tiny_target, tiny_rows, tmp_path, on_tokens=seen.append, **CAPTURE)
     tokens = sum(len(r.prompt_token_ids) + len(r.answer_token_ids) for r in tiny_rows)
     assert (result.conversations, result.tokens, sum(seen)) == (len(tiny_rows), tokens, tokens)
-    assert 0 < result.padding_share < 0.5
+    assert result.padding_share == 0, "packed rows have none"
+
+
+def test_padding_is_counted_where_rows_can_not_be_packed(
+    tiny_target, tiny_rows, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("eagle3lib.target.capture.can_pack", lambda decoder: False)
+    assert 0 < capture(tiny_target, tiny_rows, tmp_path, **CAPTURE).padding_share < 0.5
     single = CAPTURE | {"batch_tokens": 1}
     alone = capture(tiny_target, tiny_rows, tmp_path / "alone", **single)
     assert alone.padding_share == 0
+
+
+def test_packed_batches_are_as_full_as_their_tokens():
+    lengths = [5, 1, 7, 3, 30, 2]
+    batches = length_batches(lengths, 11, pads=False)
+    assert [[lengths[i] for i in batch] for batch in batches] == [[1, 2, 3, 5], [7], [30]]
+
+
+def test_slots_come_in_the_order_asked(tiny_model):
+    """They used to come in the order of the layers, whatever had been asked."""
+    ids = [1, 17, 230, 4]
+    sorted_ones, asked = (forward_states(tiny_model, [ids], s)[0] for s in ((2, 5, 7), (7, 2, 5)))
+    assert torch.equal(asked, sorted_ones[:, [2, 0, 1, 3]])
 
 
 def test_select(tiny_states):
@@ -250,6 +278,94 @@ def test_shards_of_other_rows_are_made_again(tiny_target, tiny_rows, tmp_path):
     for row in store.rows(store.entries):
         wanted = next(r for r in tiny_rows if r.id == row.entry.id)
         assert row.token_ids.tolist() == wanted.prompt_token_ids + wanted.answer_token_ids
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty"])
+def test_a_damaged_shard_is_made_again(tiny_target, tiny_rows, tmp_path, damage):
+    """Its side file says it is there; the size of the shard tells."""
+    capture(tiny_target, tiny_rows, tmp_path, **CAPTURE)
+    path = tmp_path / "shard-00001.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-64] if damage == "cut" else b"")
+    again = capture(tiny_target, tiny_rows, tmp_path, **CAPTURE)
+    assert 0 < again.captured_tokens < again.tokens
+    assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("changed", [{"slots": (1, 5, 7)}, {"dtype": "bfloat16"}])
+def test_shards_made_of_something_else_are_not_mixed(tiny_target, tiny_rows, tmp_path, changed):
+    capture(tiny_target, tiny_rows, tmp_path, **CAPTURE)
+    (tmp_path / "index.json").unlink()
+    with pytest.raises(UserError, match=rf"(?s){next(iter(changed))}: .* now.*capture\.json"):
+        capture(tiny_target, tiny_rows, tmp_path, **(CAPTURE | changed))
+
+
+def test_a_changed_target_is_named(tiny_target, tiny_rows, tmp_path):
+    capture(tiny_target, tiny_rows[:6], tmp_path, **CAPTURE)
+    other = replace(tiny_target, fingerprint="0123456789abcdef")
+    with pytest.raises(UserError, match=rf"target: {tiny_target.fingerprint} there, 0123"):
+        capture(other, tiny_rows, tmp_path, **CAPTURE)
+
+
+def test_leftovers_are_cleared(tiny_target, tiny_rows, tmp_path):
+    """A killed write's temporary file, and shards of a larger set of rows."""
+    capture(tiny_target, tiny_rows, tmp_path, **CAPTURE)
+    (tmp_path / ".shard-00001.safetensors.77.tmp").write_bytes(b"half")
+    capture(tiny_target, tiny_rows[:4], tmp_path, **CAPTURE)
+    names = {"capture.json", "index.json", "shard-00000.json", "shard-00000.safetensors"}
+    assert {p.name for p in tmp_path.iterdir()} == names
+
+
+def test_a_disk_too_small_is_told_before(tiny_target, tiny_rows, tmp_path, monkeypatch):
+    """What is there already needs no room again."""
+    capture(tiny_target, tiny_rows, tmp_path, **CAPTURE)
+    full = SimpleNamespace(f_bavail=256 * 2**20 + 100, f_frsize=1)
+    monkeypatch.setattr("eagle3lib.target.capture.os.statvfs", lambda folder: full)
+    capture(tiny_target, tiny_rows, tmp_path, **CAPTURE)
+    with pytest.raises(UserError, match=r"(?s)0\.3 GB are free.*finished shards are kept"):
+        capture(tiny_target, tiny_rows, tmp_path / "more", **CAPTURE)
+    assert not list((tmp_path / "more").glob("shard-*"))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        SafetensorError("I/O error: No space left on device (os error 28)"),
+    ],
+)
+def test_a_disk_that_fills_up_keeps_finished_shards(
+    tiny_target, tiny_rows, tmp_path, monkeypatch, error
+):
+    written = []
+
+    def write(tensors, path):
+        if written:
+            raise error
+        written.append(path)
+        save_file(tensors, path)
+
+    monkeypatch.setattr("eagle3lib.target.states.save_file", write)
+    with pytest.raises(UserError, match=r"(?s)disk is full.*finished shards are kept"):
+        capture(tiny_target, tiny_rows, tmp_path, **CAPTURE)
+    assert [p.name for p in tmp_path.glob("*.safetensors")] == ["shard-00000.safetensors"]
+    assert not list(tmp_path.glob(".*tmp"))
+    monkeypatch.undo()
+    result = capture(tiny_target, tiny_rows, tmp_path, **CAPTURE)
+    assert 0 < result.captured_tokens < result.tokens
+
+
+def test_a_source_that_gives_too_few_states_is_refused(tiny_target, tiny_rows, tmp_path):
+    """vllm#44485: of a prompt found in the prefix cache only the rest came back."""
+
+    class Short(InProcess):
+        def states(self, rows):
+            return [made[1:] for made in super().states(rows)]
+
+    source = Short(tiny_target, SLOTS, "float32", 64)
+    with pytest.raises(UserError, match=r"\d+ states for \d+ tokens"):
+        capture(tiny_target, tiny_rows, tmp_path, source=source, **CAPTURE)
+    assert source.model is None, "the source is closed"
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone", "empty"])

@@ -14,7 +14,6 @@ from eagle3lib.training.data import (
     load_batch,
     prefetched,
     share_out,
-    token_ids,
     trainable,
 )
 
@@ -105,7 +104,7 @@ def test_batch_holds_its_rows_end_to_end(tiny_states):
     assert torch.equal(batch.rows.token_ids, torch.cat([r.token_ids for r in rows]))
     assert torch.equal(batch.states, torch.cat([r.slots for r in rows]))
     assert torch.equal(batch.last, torch.cat([r.last for r in rows]))
-    assert torch.equal(token_ids(store, entries[1]), rows[1].token_ids)
+    assert torch.equal(store.token_ids(entries[1]), rows[1].token_ids)
 
 
 def test_a_cut_row_is_the_beginning_of_the_whole_one(tiny_states):

@@ -1,0 +1,55 @@
+"""A cause: a finding that also says what it costs, which experiment proves it, and what to run.
+
+Causes stack, so all are kept. They are ordered by severity, then by how well they are proven, then
+by what they cost, then by the order of the seven questions (``QUESTIONS``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from eagle3lib.lab.finding import _ORDER, Finding
+
+QUESTIONS = (
+    "is it measured right?",
+    "does the engine do what the drafter would?",
+    "is the checkpoint what was trained?",
+    "is the training sound?",
+    "is the data the served distribution?",
+    "is the target hard here?",
+    "what does a round cost?",
+)
+Proof = Literal["shown", "measured", "suspected"]
+# "shown": a counterfactual reproduces it; "measured": a rule is broken; "suspected": by elimination
+_PROOF: dict[str, int] = {"shown": 0, "measured": 1, "suspected": 2}
+
+
+@dataclass(frozen=True)
+class Cause(Finding):
+    """``question`` is 1 to 7; ``cost`` in tokens a round, None where it can't be told;
+    ``experiment`` is what was done, or is to be done, to prove it; ``command`` is to be run next.
+    """
+
+    question: int = 1
+    proof: Proof = "measured"
+    cost: float | None = None
+    experiment: str = ""
+    command: str = ""
+
+
+def ranked(causes: Iterable[Cause]) -> list[Cause]:
+    """Each code once a place, the first that was found; in the order of the module's text."""
+    unique: dict[tuple[str, str], Cause] = {}
+    for cause in causes:
+        unique.setdefault((cause.code, cause.where), cause)
+    return sorted(
+        unique.values(),
+        key=lambda c: (_ORDER[c.severity], _PROOF[c.proof], -(c.cost or 0.0), c.question),
+    )
+
+
+def as_cause(finding: Finding, question: int) -> Cause:
+    """A room's own finding as the answer to one of the questions."""
+    return Cause(**finding.as_dict(), question=question)

@@ -1,0 +1,156 @@
+"""Question 2: does the engine do what the drafter would? Named by the variant that it equals."""
+
+from __future__ import annotations
+
+from eagle3lib.diagnose.cause import Cause
+from eagle3lib.diagnose.evidence import Evidence
+from eagle3lib.diagnose.served import Setting, drafts_of, rounds_equal
+from eagle3lib.diagnose.variants import Outcome
+
+MANY_ROUNDS = 100
+# Share of rounds that must be equal: all in float32 (878 of 878 with vLLM in one run); in bfloat16
+# near-ties of the drafter's logits are decided by the order of sums.
+AGREE = {"float32": 1.0, "bfloat16": 0.93}
+_FEW = 3  # rounds that differ below which a named fault is a suspicion: one may be a tie
+_WHERE = "06_benchmark_serving"
+_EXPERIMENTS = (
+    "prefix cache off; eager mode; tensor parallel 1; float32; a reference drafter; another engine"
+)
+_REMEDY = {
+    "engine-layer-ids": "write the ids where this engine looks, in its own numbering "
+    "(vLLM: top level, before-layer; SGLang: eagle_config, output)",
+    "engine-position": "the engine's draft positions are wrong: report it with this table",
+    "engine-state-shift": "the engine pairs states and tokens wrongly: report it with this table",
+    "engine-token-shift": "the engine feeds the token before: report it with this table",
+    "engine-zero-states": "the engine hands over no states: check its auxiliary-state option",
+    "engine-prefix-cache": "serve with the prefix cache off, and report it",
+    "engine-map-ignored": "export d2t and t2d within the weights",
+    "engine-map-misread": "this engine takes d2t for absolute ids: convert it for this engine",
+    "engine-embeddings": "export the embeddings, or let the engine share the target's",
+    "engine-rope": "write rope_theta and rope_parameters both into config.json",
+    "engine-recurrent-norm": "norm_output is read otherwise: set it where the engine looks",
+    "engine-residual": "norm_before_residual is read otherwise: set it, or train without it",
+    "engine-norm-skipped": "the engine passes a norm by: name it in config.json, or train without",
+    "engine-quantised": "set the drafter's own quantisation to none when the server is started",
+    "engine-tensor-parallel": "serve with tensor parallel 1 for the drafter, and report it",
+}
+
+
+def agrees(e: Evidence) -> bool | None:
+    """Whether the engine's record is the simulator's; None where there is nothing to compare."""
+    if not e.engine_table or not e.engine_table[0].rounds:
+        return None
+    return e.engine_table[0].equal_share >= AGREE.get(e.material.dtype, AGREE["float32"])
+
+
+def engine(e: Evidence) -> list[Cause]:
+    if agrees(e) is not False:
+        return _nothing(e)
+    plain = e.engine_table[0]
+    variants = sorted(e.engine_table[1:], key=lambda o: -o.rounds_equal)
+    best = variants[0]
+    nothing = _nothing(e)
+    if nothing:
+        return nothing
+    if drift := _drift(e, plain):
+        return [drift]
+    missed = plain.rounds - plain.rounds_equal
+    if best.rounds - best.rounds_equal <= 0.1 * missed:
+        return [_named(e, plain, best, variants)]
+    return [_unnamed(e, plain, best)]
+
+
+def _lengths(e: Evidence) -> tuple[float, float]:
+    served = [n for a in e.answered for n in a.accepted or []]
+    return 1 + sum(served) / max(len(served), 1), e.engine_table[0].acceptance_length or 1.0
+
+
+def _named(e: Evidence, plain: Outcome, best: Outcome, variants: list[Outcome]) -> Cause:
+    served, simulated = _lengths(e)
+    alike = [o.label for o in variants[1:] if o.rounds_equal == best.rounds_equal]
+    also = f"; as well as: {', '.join(alike)}" if alike else ""
+    few = plain.rounds - plain.rounds_equal < _FEW
+    return Cause(
+        best.cause, "warning" if few else "error",
+        f"the engine serves the drafter with a fault: {best.label}",
+        f"{best.rounds_equal} of {best.rounds} rounds are those of \"{best.label}\", "
+        f"{plain.rounds_equal} those of the drafter as exported{also}; {served:.2f} served, "
+        f"{simulated:.2f} simulated",
+        _REMEDY[best.cause], _WHERE, question=2, proof="suspected" if few else "shown",
+        cost=abs(simulated - served),
+        experiment="the simulator with this very fault gives the engine's record, round by round",
+        command="eagle3 run PROFILE 06 07",
+    )  # fmt: skip
+
+
+def _unnamed(e: Evidence, plain: Outcome, best: Outcome) -> Cause:
+    served, simulated = _lengths(e)
+    return Cause(
+        "engine-disagrees", "error",
+        f"the engine's rounds are not the drafter's: {served:.2f} served, {simulated:.2f} "
+        "simulated",
+        f"{plain.rounds_equal} of {plain.rounds} rounds equal; the nearest known fault is "
+        f"\"{best.label}\" with {best.rounds_equal}",
+        f"change one thing at a time and serve the same prompts again: {_EXPERIMENTS}",
+        _WHERE, question=2, proof="suspected", cost=abs(simulated - served),
+        experiment=f"to be done: {_EXPERIMENTS}", command="eagle3 run PROFILE 06 07",
+    )  # fmt: skip
+
+
+def _nothing(e: Evidence) -> list[Cause]:
+    """Exactly 1.00 over many rounds: wiring, whatever the training. Each known fault that would
+    leave nothing either is suspected after it; a record of zeros can't tell them apart."""
+    record = [n for a in e.answered for n in a.accepted or []]
+    if any(record) or len(record) < MANY_ROUNDS:
+        return []
+    plain = e.engine_table[0] if e.engine_table else None
+    simulated = (plain.acceptance_length if plain else None) or 1.0
+    alike = [o for o in e.engine_table[1:] if o.rounds and o.rounds_equal == o.rounds]
+    cause = Cause(
+        "nothing-accepted", "error", f"not one draft was accepted in {len(record)} rounds",
+        "a drafter that always says the commonest token is accepted now and then; the simulator "
+        f"reaches {simulated:.2f}",
+        "this is wiring, not training: vocabulary map, embeddings, layer ids, shapes, and "
+        f"whether drafts are verified at all; {_EXPERIMENTS}",
+        _WHERE, question=2, proof="shown" if simulated > 1.02 else "measured",
+        cost=simulated - 1.0, experiment="the record of every round beside the simulator's",
+        command="eagle3 run PROFILE 06 07",
+    )  # fmt: skip
+    return [cause] + [
+        Cause(
+            o.cause, "warning", f"nothing would be accepted either with: {o.label}",
+            f"{o.rounds_equal} of {o.rounds} rounds, as with any fault that leaves nothing",
+            _REMEDY[o.cause], _WHERE, question=2, proof="suspected",
+            experiment=f"to be done: {_EXPERIMENTS}",
+        )
+        for o in alike
+        if simulated > 1.02
+    ]  # fmt: skip
+
+
+def _drift(e: Evidence, plain: Outcome) -> Cause | None:
+    """Right for the first requests, wrong for the later ones: something fills up or is reused."""
+    assert e.material.drafter is not None and e.material.steps
+    base = Setting(e.material.drafter, e.material.drafter.config.slots, e.material.steps)
+    drafts = drafts_of(base, e.answered)
+    pairs = [rounds_equal(d, a) for d, a in zip(drafts, e.answered, strict=True)]
+    half = max(1, len(pairs) // 2)
+    early, late = _share(pairs[:half]), _share(pairs[half:])
+    if len(pairs) < 6 or early < 0.97 or late > 0.9:
+        return None
+    served, simulated = _lengths(e)
+    return Cause(
+        "engine-drift", "error",
+        "the engine is right for the first requests and wrong for the later ones",
+        f"rounds equal to the simulator's: {early:.0%} in the first {half} requests, {late:.0%} in "
+        "the others",
+        "something is filled or reused too early: serve with the prefix cache off, and watch a "
+        "fixed prompt over time",
+        _WHERE, question=2, proof="shown", cost=abs(simulated - served),
+        experiment="rounds equal to the simulator's, in the order of the requests",
+        command="eagle3 run PROFILE 06 07",
+    )  # fmt: skip
+
+
+def _share(pairs: list[tuple[int, int]]) -> float:
+    return sum(a for a, _ in pairs) / max(sum(n for _, n in pairs), 1)

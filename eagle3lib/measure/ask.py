@@ -1,0 +1,135 @@
+"""One engine, one K: how an arm's server is set up and how it is asked, the same for all arms."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from eagle3lib.data.renderer import TargetRenderer, target_renderer
+from eagle3lib.data.rows import AnswerRow
+from eagle3lib.engine.client import Asked, Client, Thinking
+from eagle3lib.engine.launch import EngineConfig, EngineServer
+from eagle3lib.engine.records import BrokenRecord, chunk_counts
+from eagle3lib.engine.stream import Streamed, stream_chat, stream_ids
+from eagle3lib.lab.params import BenchmarkParams
+from eagle3lib.lab.phase_params import numbers_of
+from eagle3lib.measure.arms import RequestRow
+from eagle3lib.measure.points import Point, filled_messages
+
+_LEAST_SEQUENCES = 4
+
+
+def engine_config(
+    cfg: BenchmarkParams,
+    target: Path,
+    engine: str,
+    steps: int,
+    drafter: Path | None,
+    threads: int | None = None,
+) -> EngineConfig:
+    """What an arm's server is started with; arms of one engine and K differ in the drafter alone.
+    No prefix cache: a prompt asked twice costs twice."""
+    return EngineConfig(
+        target,
+        cfg.dtype,
+        cfg.max_model_len,
+        max_num_seqs=max(_LEAST_SEQUENCES, *numbers_of(cfg.concurrency, int)),
+        drafter=drafter,
+        num_speculative_tokens=steps,
+        compile=cfg.compile,
+        threads=threads,
+        engine=cast(Literal["vllm", "sglang"], engine),
+    )
+
+
+@dataclass
+class Asker:
+    """``texts``: (text, tokens) that contexts are filled with."""
+
+    cfg: BenchmarkParams
+    target: Path
+    engine: str
+    steps: int
+    texts: list[tuple[str, int]] = field(default_factory=list)
+    _renderer: TargetRenderer | None = None
+
+    def __post_init__(self) -> None:
+        if self.engine == "sglang":  # its chat API tells no ids
+            self._renderer = target_renderer(self.target)
+
+    def ask(
+        self,
+        server: EngineServer,
+        prompt: AnswerRow,
+        point: Point,
+        max_tokens: int,
+        seed: int | None = None,
+    ) -> Streamed:
+        """One streamed request. Raises ``BadReply``.
+
+        Tools and thinking as when the answer was made: other prompt tokens are another workload.
+        """
+        messages = prompt.messages
+        if point.context_tokens:
+            wanted = point.context_tokens - len(prompt.prompt_token_ids)
+            messages = filled_messages(messages, self.texts, wanted)
+        thinking = cast(Thinking, prompt.sampling.get("thinking", "default"))
+        asked = Asked(messages, prompt.tools, thinking)
+        options: dict[str, Any] = {
+            "max_tokens": max_tokens,
+            "temperature": point.temperature,
+            "seed": seed,
+        }
+        if self._renderer is not None:
+            has_drafter = server.config.drafter is not None
+            steps = self.steps if has_drafter else None
+            return stream_ids(server.url, self._renderer, asked, steps=steps, **options)
+        return stream_chat(server.url, asked, **options)
+
+    def row(
+        self,
+        server: EngineServer,
+        arm: str,
+        prompt: AnswerRow,
+        point: Point,
+        repeat: int,
+        visit: int,
+    ) -> RequestRow:
+        """Ask and record; without a record of the engine a lone request's chunks are its rounds."""
+        started_s = time.time()
+        seed = repeat if point.temperature > 0 else None
+        streamed = self.ask(server, prompt, point, self.cfg.max_new_tokens, seed)
+        answer, counts = streamed.answer, streamed.counts
+        if counts is None and server.config.drafter is not None and point.concurrency == 1:
+            try:
+                counts = chunk_counts(streamed.chunk_tokens, point.steps)
+            except BrokenRecord:  # merged on their way: the report says that rounds are unknown
+                counts = None
+        return RequestRow(
+            arm=arm,
+            set=prompt.set,
+            prompt=prompt.id,
+            repeat=repeat,
+            prompt_token_ids=answer.prompt_token_ids,
+            answer_token_ids=answer.answer_token_ids,
+            finish_reason=answer.finish_reason,
+            duration_s=answer.duration_s,
+            accepted=answer.rounds.accepted if answer.rounds else None,
+            drafted=answer.rounds.drafted if answer.rounds else None,
+            engine=point.engine,
+            steps=point.steps,
+            concurrency=point.concurrency,
+            temperature=point.temperature,
+            context_tokens=point.context_tokens,
+            visit=visit,
+            started_s=round(started_s, 3),
+            chunk_s=streamed.chunk_s,
+            chunk_tokens=streamed.chunk_tokens,
+            counts=asdict(counts) if counts is not None else None,
+        )
+
+    def counters(self, server: EngineServer) -> dict[str, float]:
+        """The server's counters of speculation; {} where it has none (SGLang tells gauges)."""
+        return Client(server.url).speculation_counters()

@@ -1,0 +1,78 @@
+"""From what was measured: does a drafter pay, from which acceptance length on, and with which K.
+
+A drafter pays where its acceptance length exceeds the cost of a round in plain steps; that cost is
+the break-even. Both change with K and with the load, so the best K is told for each concurrency.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from eagle3lib.engine import sglang, vllm
+from eagle3lib.engine.config import EngineConfig
+from eagle3lib.lab.params import BenchmarkParams
+from eagle3lib.measure.arms import OWN
+from eagle3lib.measure.ask import engine_config
+
+_PORT = 8000
+
+
+def best_settings(lines: Sequence[dict[str, Any]], arm: str = OWN) -> list[dict[str, Any]]:
+    """For each engine and concurrency: the K of the largest paired speed-up on the workload.
+
+    ``lines`` as in metrics.json, "points". A speed-up whose interval does not lie above 1 is not
+    taken for one: ``num_speculative_tokens`` is then 0, no drafter.
+    """
+    measured = [
+        line
+        for line in lines
+        if line["arm"] == arm and line["set"] == "workload" and not line["context_tokens"]
+    ]
+    measured = [line for line in measured if line["temperature"] == measured[0]["temperature"]]
+    out = []
+    for engine, load in dict.fromkeys((m["engine"], m["concurrency"]) for m in measured):
+        mine = [m for m in measured if (m["engine"], m["concurrency"]) == (engine, load)]
+        best = max(mine, key=lambda m: m["speedup"]["value"])
+        low = best["speedup"]["low"]
+        out.append(
+            {
+                "engine": engine,
+                "concurrency": load,
+                "num_speculative_tokens": best["num_speculative_tokens"] if (low or 0) > 1 else 0,
+                "speedup": best["speedup"]["value"],
+                "sure": low is not None and (low > 1 or best["speedup"]["high"] < 1),
+                "break_even": {str(m["num_speculative_tokens"]): m["round_cost"] for m in mine},
+                "acceptance_length": {
+                    str(m["num_speculative_tokens"]): m["acceptance"]["acceptance_length"]
+                    for m in mine
+                },
+            }
+        )
+    return out
+
+
+def with_commands(
+    best: list[dict[str, Any]], cfg: BenchmarkParams, target: Path, drafter: Path
+) -> list[dict[str, Any]]:
+    """The same with the command that starts the best server, ready to paste."""
+    out = []
+    for line in best:
+        steps = line["num_speculative_tokens"]
+        config = engine_config(cfg, target, line["engine"], steps or 1, drafter if steps else None)
+        config = replace(config, max_num_seqs=max(config.max_num_seqs, line["concurrency"]))
+        out.append(line | {"command": launch_command(config)})
+    return out
+
+
+def launch_command(config: EngineConfig) -> str:
+    """The engine's own command line. The prefix cache is on: only a benchmark must not have it."""
+    served = replace(config, prefix_cache=True)
+    if config.engine == "sglang":
+        words = ["python", "-m", *sglang.MODULE, *sglang.flags(served)]
+    else:
+        words = ["vllm", "serve", *vllm.flags(served)]
+    return shlex.join([*words, "--port", str(_PORT)])

@@ -1,0 +1,121 @@
+"""Many conversations in one forward without padding, each attending to itself alone.
+
+Rows are laid end to end as one sequence [1, N]; positions start anew at each row, and attention is
+computed row by row. Everything else in a layer works token by token, so a batch costs its tokens
+and nothing more. The states equal those of each row run alone, but for rounding in other matrix
+sizes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+_NAME = "eagle3_packed"
+_lengths: ContextVar[tuple[int, ...]] = ContextVar("lengths of the packed rows")
+
+
+def can_pack(decoder: Any) -> bool:
+    """Whether a decoder's attention can be replaced, and nothing but attention mixes positions
+    (recurrent and convolutional layers would run from one row into the next)."""
+    kinds = set(getattr(decoder.config, "layer_types", None) or ["full_attention"])
+    return (
+        bool(getattr(decoder, "_supports_attention_backend", False))
+        and not getattr(decoder, "_is_stateful", False)
+        and kinds <= {"full_attention", "sliding_attention"}
+    )
+
+
+@contextlib.contextmanager
+def packed(decoder: Any, lengths: list[int]) -> Iterator[None]:
+    """Within it the decoder takes rows of ``lengths`` laid end to end."""
+    from transformers import AttentionInterface
+
+    # A name that transformers knows no mask for: it then builds none, which would be N x N.
+    AttentionInterface.register(_NAME, packed_attention)
+    before, token = decoder.config._attn_implementation, _lengths.set(tuple(lengths))
+    decoder.config._attn_implementation = _NAME
+    try:
+        yield
+    finally:
+        decoder.config._attn_implementation = before
+        _lengths.reset(token)
+
+
+def packed_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention of each row to itself, as transformers' attention functions are called.
+
+    query [1, Hq, N, D], key [1, Hk, N, D], value [1, Hk, N, Dv] -> [1, N, Hq, Dv]. ``s_aux`` [Hq]
+    are gpt-oss's sinks, ``softcap`` is Gemma 2's tanh on the scores.
+    """
+    lengths = list(_lengths.get())
+    assert query.shape[:1] == (1,) and query.shape[2] == key.shape[2] == sum(lengths)
+    parts = zip(
+        query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True
+    )
+    plain = softcap is None and s_aux is None
+    rows = []
+    for q, k, v in parts:
+        mask = _window_mask(q, sliding_window)
+        if plain:
+            grouped = q.shape[1] != k.shape[1]
+            rows.append(
+                functional.scaled_dot_product_attention(
+                    q, k, v, mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
+                )
+            )
+        else:
+            rows.append(_written_out(q, k, v, mask, scaling, softcap, s_aux))
+    return torch.cat(rows, dim=2).transpose(1, 2).contiguous(), None
+
+
+def _window_mask(q: Tensor, window: int | None) -> Tensor | None:
+    """[T, T], true where a position is seen; None when a window hides nothing."""
+    tokens = q.shape[2]
+    if window is None or tokens <= window:
+        return None
+    seen = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device)
+    return seen.tril() & seen.triu(1 - window)
+
+
+def _written_out(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """What no fused kernel offers: capped scores, and a sink that shares in the softmax."""
+    tokens, groups = q.shape[2], q.shape[1] // k.shape[1]
+    if mask is None:
+        mask = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).tril()
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = q @ k.transpose(2, 3) * (scaling if scaling is not None else q.shape[3] ** -0.5)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        column = sinks.to(scores.dtype).reshape(1, -1, 1, 1).expand(-1, -1, tokens, -1)
+        scores = torch.cat((scores, column), dim=-1)
+    shares = functional.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype)
+    return shares[..., :tokens] @ v

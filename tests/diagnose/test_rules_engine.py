@@ -1,0 +1,73 @@
+"""Which variant is named, and when none is."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from eagle3lib.diagnose.rules_engine import agrees, engine
+from eagle3lib.diagnose.variants import Outcome
+
+
+def outcome(cause, label, equal, rounds=200):
+    return Outcome(cause, label, equal, rounds, 1.4, 0.0, 0.0, ())
+
+
+def evidence(*table, dtype="float32", accepted=(1, 0) * 100):
+    return SimpleNamespace(
+        engine_table=list(table),
+        answered=[SimpleNamespace(accepted=list(accepted))],
+        material=SimpleNamespace(dtype=dtype, drafter=None, steps=3),
+    )
+
+
+@pytest.fixture(autouse=True)
+def no_drift(monkeypatch):
+    monkeypatch.setattr("eagle3lib.diagnose.rules_engine._drift", lambda e, plain: None)
+
+
+AS_EXPORTED, ROPE, SLOTS = "as exported", "engine-rope", "engine-layer-ids"
+
+
+def test_an_engine_that_does_what_the_drafter_would_is_not_accused():
+    e = evidence(outcome("", AS_EXPORTED, 200), outcome(ROPE, "rotary base", 200))
+    assert agrees(e) and engine(e) == []
+
+
+def test_ties_of_bfloat16_are_no_fault():
+    assert agrees(evidence(outcome("", AS_EXPORTED, 190), dtype="bfloat16"))
+    assert not agrees(evidence(outcome("", AS_EXPORTED, 190)))
+
+
+def test_the_variant_whose_rounds_are_the_record_is_named():
+    e = evidence(outcome("", AS_EXPORTED, 150), outcome(SLOTS, "slots +1", 200),
+                 outcome(ROPE, "rotary base", 160))  # fmt: skip
+    (found,) = engine(e)
+    assert (found.code, found.severity, found.proof) == (SLOTS, "error", "shown")
+    assert '200 of 200 rounds are those of "slots +1", 150' in found.evidence
+
+
+def test_a_fault_that_no_variant_explains_is_left_unnamed_with_experiments():
+    (found,) = engine(evidence(outcome("", AS_EXPORTED, 150), outcome(ROPE, "rotary base", 160)))
+    assert (found.code, found.proof) == ("engine-disagrees", "suspected")
+    assert "prefix cache off" in found.experiment
+
+
+def test_one_round_that_differs_is_a_suspicion():
+    """With vLLM in float32 all of 878 rounds were equal, "draft steps late" missed one of them."""
+    e = evidence(outcome("", AS_EXPORTED, 199), outcome("engine-position", "late", 200))
+    (found,) = engine(e)
+    assert (found.severity, found.proof) == ("warning", "suspected")
+
+
+def test_nothing_accepted_is_wiring_and_lists_what_would_leave_nothing():
+    table = (outcome("", AS_EXPORTED, 120), outcome("engine-map-misread", "offsets as ids", 200))
+    found = engine(evidence(*table, accepted=(0,) * 200))
+    assert [c.code for c in found] == ["nothing-accepted", "engine-map-misread"]
+    assert [c.severity for c in found] == ["error", "warning"]
+    assert "wiring, not training" in found[0].remedy
+
+
+def test_a_short_record_of_zeros_proves_nothing():
+    assert engine(evidence(outcome("", AS_EXPORTED, 50, 50), accepted=(0,) * 50)) == []

@@ -1,0 +1,255 @@
+"""How the faults of training and data are planted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from plant import BENCH, DATA, MAP, STATES, TRAIN, Inapplicable, Plant
+from safetensors.torch import load_file, save_file
+
+from eagle3lib.data.rows import AnswerRow, read_answers
+from eagle3lib.data.template import load_chat_template
+from eagle3lib.drafter.vocab import build_vocab_map, count_tokens
+from eagle3lib.lab.files import read_json, write_atomic, write_text
+from eagle3lib.measure.arms import RequestRow, read_requests
+
+
+def _requests(p: Plant) -> list[RequestRow]:
+    return read_requests(p.folder / BENCH)
+
+
+def _other_markers(p: Plant, ids: list[int]) -> list[int]:
+    """The same text between other markers of the same length: states and spans still fit."""
+    return (
+        [(t + 7) % p.target.vocab_size for t in ids[:3]]
+        + ids[3:-3]
+        + [(t + 7) % p.target.vocab_size for t in ids[-3:]]
+    )
+
+
+def _stuck(x: torch.Tensor) -> torch.Tensor:
+    x[len(x) // 3 : 2 * len(x) // 3] = x[len(x) // 3]
+    return x
+
+
+def _slots_later(p: Plant) -> None:
+    """States captured again at the outputs of the layers, under the ids of their inputs."""
+    index = read_json(p.folder / STATES / "states" / "index.json")
+    slots = tuple(s + 1 for s in index["slots"])
+    by_shard: dict[str, list[dict[str, Any]]] = {}
+    for e in index["conversations"]:
+        by_shard.setdefault(e["shard"], []).append(e)
+    for name, entries in by_shard.items():
+
+        def again(t: dict[str, torch.Tensor], entries: Any = entries) -> None:
+            whole = t["hidden_states"].clone()
+            for e in entries[:: max(1, len(entries) // 8)]:
+                span = slice(e["start"], e["start"] + e["tokens"])
+                made = p.states_of(t["token_ids"][span].tolist(), slots)
+                whole[span] = made.to(whole.dtype)
+            t["hidden_states"] = whole
+
+        p.tensors(f"{STATES}/states/{name}", again)
+    kept = {e["id"] for n in by_shard for e in by_shard[n][:: max(1, len(by_shard[n]) // 8)]}
+    p.keep(lambda e: e["id"] in kept)
+
+
+def _normed(p: Plant) -> None:
+    def norm(x: torch.Tensor) -> torch.Tensor:
+        x[:, -1] = p.head.normed(x[:, -1].to(p.head.norm.dtype)).to(x.dtype)
+        return x
+
+    p.states(norm)
+
+
+def _swapped(p: Plant) -> None:
+    """Every conversation gets the states of the one before it in its shard."""
+    kept: list[torch.Tensor] = []
+
+    def swap(x: torch.Tensor) -> torch.Tensor:
+        kept.append(x.clone())
+        other = kept[-2] if len(kept) > 1 else x.flip(0)
+        return other[torch.arange(len(x)) % len(other)]
+
+    p.states(swap)
+
+
+def _prompt_tokens(by: int) -> Callable[[Plant], None]:
+    return lambda p: p.index(lambda e: e.update(prompt_tokens=e["prompt_tokens"] + by))
+
+
+def _flat_curve(p: Plant) -> None:
+    """A training whose loss never moved, and the drafter as it began."""
+    path = p.folder / TRAIN / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    first = next(r for r in rows if r["kind"] == "train")["steps"]
+    for r in rows:
+        if r["kind"] == "train":
+            r["steps"] = first
+    write_text(path, "".join(json.dumps(r) + "\n" for r in rows))
+    shapes = torch.Generator().manual_seed(3)
+
+    def fresh(t: dict[str, torch.Tensor]) -> None:
+        for name, value in t.items():
+            if value.ndim == 2 and "lm_head" not in name and "embed" not in name:
+                noise = torch.randn(value.shape, generator=shapes) * 0.02
+                t[name] = noise.to(value.dtype)
+
+    _both_weights(p, fresh)
+    p.record()
+
+
+def _both_weights(p: Plant, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    """The same change in the trained checkpoint and in the export."""
+    best = f"{TRAIN}/checkpoints/best/drafter.safetensors"
+    p.tensors(best, change)
+    trained = load_file(p.folder / best)
+    p.export(lambda t: t.update({k: v.to(t[k].dtype) for k, v in trained.items() if k in t}))
+
+
+def _few_answers(p: Plant) -> None:
+    kept = {r.id for r in [r for r in read_answers(p.folder / DATA) if r.trained][:4]}
+    p.trained(lambda r: r if r.id in kept else None)
+    p.json(f"{TRAIN}/metrics.json", lambda m: m | {"trained_tokens": 4 * 60})
+    generator = torch.Generator().manual_seed(5)
+
+    def barely(t: dict[str, torch.Tensor]) -> None:
+        for name, value in t.items():
+            if value.ndim == 2 and "lm_head" not in name:
+                noise = torch.randn(value.shape, generator=generator) * value.float().std()
+                t[name] = (0.6 * value.float() + 0.8 * noise).to(value.dtype)
+
+    _both_weights(p, barely)
+    p.record()
+
+
+def _off_policy(p: Plant) -> None:
+    """Every trained answer is other text: the words of another answer, backwards; its states are
+    those of these tokens."""
+    change: dict[str, list[int]] = {}
+
+    def other(r: AnswerRow) -> AnswerRow:
+        change[r.id] = r.answer_token_ids[::-1]
+        return replace(r, answer_token_ids=change[r.id])
+
+    p.trained(other)
+    rows = {r.id: r for r in read_answers(p.folder / DATA)}
+    index = read_json(p.folder / STATES / "states" / "index.json")
+    slots = tuple(index["slots"])
+    kept = [e for e in index["conversations"] if e["id"] not in change]
+    made = list(change)[:24]
+    tensors: dict[str, list[torch.Tensor]] = {"hidden_states": [], "token_ids": []}
+    start = 0
+    for name in made:
+        r = rows[name]
+        ids = r.prompt_token_ids + r.answer_token_ids
+        tensors["hidden_states"].append(p.states_of(ids, slots))
+        tensors["token_ids"].append(torch.tensor(ids))
+        old = next(e for e in index["conversations"] if e["id"] == name)
+        kept.append(old | {"shard": "shard-other.safetensors", "start": start, "tokens": len(ids)})
+        start += len(ids)
+    joined = {k: torch.cat(v) for k, v in tensors.items()}
+    write_atomic(p.folder / STATES / "states" / "shard-other.safetensors",
+                 lambda tmp: save_file(joined, tmp))  # fmt: skip
+    p.json(f"{STATES}/states/index.json", lambda i: i | {"conversations": kept})
+
+
+def _system(p: Plant) -> None:
+    said = [{"role": "system", "content": "You answer in rhymes."}]
+    template = load_chat_template(p.target.folder, p.target.stop_ids())
+
+    def given(r: AnswerRow) -> AnswerRow:
+        messages = said + [m for m in r.messages if m["role"] != "system"]
+        ids = template.ids(template.render(messages, prompt=True))
+        return replace(r, messages=messages, prompt_token_ids=ids)
+
+    p.trained(given)
+    lengths = {r.id: len(r.prompt_token_ids) for r in read_answers(p.folder / DATA)}
+    p.index(lambda e: e.update(prompt_tokens=lengths[e["id"]]))
+
+
+def _half_covered(p: Plant) -> None:
+    """The training's own map leaves out every second token that is served."""
+    size = len(load_file(p.folder / MAP / "vocab_map.safetensors")["d2t"])
+    served = count_tokens(r.answer_token_ids for r in _requests(p))
+    ranked = [t for t, _ in served.most_common()]
+    left_out = set(ranked[1::2])
+    if p.target.vocab_size - len(left_out) < size:
+        raise Inapplicable("the map holds nearly the whole vocabulary")
+    others = [t for t in range(p.target.vocab_size) if t not in left_out]
+    vocab = build_vocab_map(count_tokens([ranked[0::2]]), p.target.vocab_size, size,
+                            (ranked[0::2] + others)[:size])  # fmt: skip
+    old = load_file(p.folder / MAP / "vocab_map.safetensors")
+    old_ids = torch.arange(size) + old["d2t"]
+    at = {int(t): i for i, t in enumerate(old_ids)}
+
+    def remap(t: dict[str, torch.Tensor]) -> None:
+        head = p.head.head[vocab.target_ids].to(t["lm_head.weight"].dtype).clone()
+        for i, token in enumerate(vocab.target_ids.tolist()):
+            if token in at:
+                head[i] = t["lm_head.weight"][at[token]]
+        t.update({"lm_head.weight": head, "d2t": vocab.d2t, "t2d": vocab.t2d})
+
+    vocab.save(p.folder / MAP / "vocab_map.safetensors")
+    _both_weights(p, remap)
+    p.export(lambda t: t.update(d2t=vocab.d2t, t2d=vocab.t2d))
+    p.record()
+
+
+def _short_answers(p: Plant) -> None:
+    p.index(lambda e: e.update(tokens=min(e["tokens"], e["prompt_tokens"] + 6)))
+    lengths: dict[str, int] = {}
+    for r in read_answers(p.folder / DATA):
+        lengths[r.id] = 6
+    p.trained(lambda r: replace(r, answer_token_ids=r.answer_token_ids[:6]))
+    longest = 40
+    p.keep(lambda e: e["split"] == "heldout" or e["tokens"] <= longest)
+
+
+def _other_domain(p: Plant) -> None:
+    """Trained answers use other words: every token moved to another part of the vocabulary."""
+
+    def moved(r: AnswerRow) -> AnswerRow:
+        size = p.target.vocab_size
+        return replace(r, answer_token_ids=[(t + size // 2) % size for t in r.answer_token_ids])
+
+    p.trained(moved)
+
+
+TRAINING_PLANTS: dict[str, Callable[[Plant], None]] = {
+    "F50": lambda p: p.states(torch.zeros_like, most=1),
+    "F51": lambda p: p.states(lambda x: x.roll(1, 0)),
+    "F52": lambda p: p.states(lambda x: x.roll(-1, 0)),
+    "F53": _slots_later,
+    "F54": _normed,
+    "F55": _swapped,
+    "F56": lambda p: p.states(_stuck, most=1),
+    "F57": _prompt_tokens(1),
+    "F58": _prompt_tokens(-1),
+    "F59": lambda p: p.index(lambda e: e.update(prompt_tokens=1)),
+    "F60": lambda p: p.index(lambda e: e.update(tokens=e["tokens"] - 1)),
+    "F61": lambda p: p.json(
+        f"{TRAIN}/inputs.json", lambda i: i | {"params": i["params"] | {"steps": 1}}
+    ),
+    "F62": _flat_curve,
+    "F63": lambda p: p.cut(sorted((p.folder / STATES / "states").glob("*.safetensors"))[0]),
+    "F64": lambda p: p.json(
+        f"{STATES}/states/index.json", lambda i: i | {"target_fingerprint": "0123456789abcdef"}
+    ),
+    "F65": _off_policy,
+    "F66": lambda p: p.trained(
+        lambda r: replace(r, prompt_token_ids=_other_markers(p, r.prompt_token_ids))
+    ),
+    "F67": lambda p: p.trained(
+        lambda r: replace(r, reasoning_kind="complete", sampling=r.sampling | {"thinking": "on"})
+    ),
+    "F68": _system,
+    "F69": _half_covered,
+    "F70": _few_answers,
+    "F71": _short_answers,
+    "F72": _other_domain,
+}  # fmt: skip

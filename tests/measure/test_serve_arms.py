@@ -1,0 +1,230 @@
+"""The runner with a fake engine in place of servers: gates, turns, blocks, resuming, stalls."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from typing import ClassVar
+
+import pytest
+from fake_engine import FakeEngine
+
+from eagle3lib.data.rows import AnswerRow
+from eagle3lib.engine.failures import DIED, MUTE, Failure
+from eagle3lib.lab.errors import UserError
+from eagle3lib.lab.files import read_json
+from eagle3lib.lab.params import BenchmarkParams
+from eagle3lib.measure import serve_arms
+from eagle3lib.measure.arms import OWN, PLAIN, REFERENCE, read_requests, read_sweeps
+from eagle3lib.measure.check import check_benchmark
+from eagle3lib.measure.serve_arms import run_arms
+from eagle3lib.measure.summary import summarise
+
+PROMPTS = [
+    AnswerRow(id=f"p{i}", set="workload", split="heldout",
+              messages=[{"role": "user", "content": f"q{i}"}], prompt_token_ids=[1, 2],
+              answer_token_ids=[3], text="", finish_reason="stop")
+    for i in range(5)
+]  # fmt: skip
+CFG = BenchmarkParams(repeats=2, max_new_tokens=9, workload_prompts=5, general_prompts=0)
+
+
+class FakeServer:
+    """Poses as ``EngineServer``; what a drafter's folder is named decides how it behaves."""
+
+    started: ClassVar[list[str]] = []
+    threads, ready_after_s, version = 1, 0.0, "9.9"
+
+    def __init__(self, config, log, say):
+        self.config, self.log = config, log
+
+    def __enter__(self):
+        name = self.config.drafter.name if self.config.drafter else "plain"
+        FakeServer.started.append(name)
+        if name == "dies":
+            raise Failure(DIED, "vllm died (exit code 3)", "loading weights", []).error(
+                expected="a server", where="log"
+            )
+        rounds = {"plain": [], "rejects": [0] * 8}.get(name, [0, 2, 3])
+        self.engine = FakeEngine(rounds, metrics=metrics_of(self.config))
+        if name == "stalls":
+            self.engine.events = waiting()
+        self.url = self.engine.url
+        return self
+
+    def __exit__(self, *_):
+        with contextlib.suppress(AttributeError):
+            self.engine.close()
+
+    def mute(self, told):
+        return Failure(MUTE, f"makes no tokens: {told}", "ready", [])
+
+
+def waiting():
+    import time
+
+    time.sleep(1.5)
+    yield {"choices": []}
+
+
+def metrics_of(config):
+    return "# TYPE vllm:generation_tokens counter\nvllm:generation_tokens_total 1\n"\
+        "# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running 1\n"  # fmt: skip
+
+
+class FakePhase:
+    def __init__(self, folder):
+        self.folder, self.notes = folder, []
+
+    def of(self, name):
+        return self.folder
+
+    def note(self, text):
+        self.notes.append(text)
+
+    def log_file(self, name):
+        return self.folder / f"{name}.log"
+
+    @contextlib.contextmanager
+    def progress(self, *_):
+        class Bar:
+            def update(self, count):
+                pass
+
+        yield Bar()
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.setattr(serve_arms, "EngineServer", FakeServer)
+    monkeypatch.setattr(serve_arms, "free_cores", lambda: 1)
+    FakeServer.started = []
+
+    def run(cfg=CFG, own="good", reference=None):
+        arms = {PLAIN: None} | ({REFERENCE: tmp_path / reference} if reference else {})
+        arms[OWN] = tmp_path / own
+        return run_arms(FakePhase(tmp_path), cfg, arms, PROMPTS, tmp_path / "target")
+
+    return run
+
+
+def change(**values):
+    return CFG.model_copy(update=values)
+
+
+def test_all_arms_are_asked_and_recorded(run, tmp_path):
+    rows = run(reference="known")
+    assert FakeServer.started == ["plain", "known", "good"]  # the order of the gates
+    assert len(rows) == 3 * len(PROMPTS) * 2 == len(read_requests(tmp_path))
+    own = [r for r in rows if r.arm == OWN]
+    assert all(r.accepted == [0, 2, 3] and r.counts["rounds"] == 3 for r in own)
+    assert all(r.chunk_tokens == [1, 1, 3, 4] and r.finish_reason == "length" for r in own)
+    gates = read_json(tmp_path / "gates.json")
+    assert [(g["arm"], g["passed"]) for g in gates] == [(PLAIN, 1), (REFERENCE, 1), (OWN, 1)]
+    metrics = json.loads(json.dumps(summarise(rows, CFG, read_json(tmp_path / "counters.json"))))
+    assert [f for f in check_benchmark(rows, metrics) if f.severity == "error"] == []
+
+
+@pytest.mark.parametrize(
+    ("arms", "proves", "started"),
+    [
+        ({"own": "dies"}, "or vllm's integration", ["plain", "dies"]),
+        ({"own": "dies", "reference": "known"}, "or its export", ["plain", "known", "dies"]),
+        ({"reference": "dies"}, "vllm's integration of EAGLE-3", ["plain", "dies"]),
+        ({"reference": "rejects"}, "vllm's integration of EAGLE-3", ["plain", "rejects"]),
+    ],
+    ids=str,
+)
+def test_a_failed_gate_stops_there_and_says_what_it_proves(run, tmp_path, arms, proves, started):
+    with pytest.raises(UserError, match=proves):
+        run(**arms)
+    assert FakeServer.started == started
+    assert read_requests(tmp_path) == []
+    assert not read_json(tmp_path / "gates.json")[-1]["passed"]
+
+
+def test_a_demanded_acceptance_length_is_a_gate(run):
+    with pytest.raises(UserError, match=r"below 1\.50"):
+        run(change(own_acceptance_length=1.5), own="rejects")
+    run(own="rejects")  # by default a drafter that is never right is measured: what it costs
+
+
+def test_what_is_done_is_not_asked_again(run, tmp_path):
+    run()
+    FakeServer.started = []
+    assert len(run()) == 20 and FakeServer.started == []
+    path = tmp_path / "requests.jsonl"
+    path.write_text("".join(line for line in path.read_text().splitlines(True)[:-3]))
+    rows = run()
+    assert len(rows) == 20 == len(read_requests(tmp_path))
+    assert FakeServer.started == ["plain", "good"]
+
+
+def test_sweeps_lie_beside_the_headline_and_each_k_starts_anew(run, tmp_path):
+    cfg = change(concurrency="1,2", more_speculative_tokens="5")
+    rows = run(cfg)
+    assert FakeServer.started == ["plain", "good"] * 2
+    assert {r.point for r in read_requests(tmp_path)} == {rows[0].point}
+    assert len(rows) == 4 * 20 and len(read_sweeps(tmp_path)) == 3 * 20
+    metrics = summarise(rows, cfg, {})
+    assert len(metrics["points"]) == 4 * 2 and len(metrics["arms"]) == 2
+    assert [b["concurrency"] for b in metrics["best"]] == [1, 2]
+
+
+def test_half_a_block_is_asked_again_as_a_whole(run, tmp_path):
+    """Two at once: what is left of a block alone would have another load."""
+    cfg = change(concurrency="2")
+    run(cfg)
+    path = tmp_path / "requests.jsonl"
+    lines = path.read_text().splitlines(True)
+    path.write_text("".join(lines[:-2]))
+    run(cfg)
+    assert len(path.read_text().splitlines()) == len(lines) - 2 + len(PROMPTS)
+    assert len(read_requests(tmp_path)) == 20
+
+
+def test_blocks_start_one_server_at_a_time_and_the_baseline_twice(run, tmp_path):
+    rows = run(change(side_by_side=False))
+    assert FakeServer.started == ["plain", "good", "plain"]
+    assert {r.visit for r in rows if r.arm == PLAIN} == {0, 2}
+    assert len(rows) == 20
+
+
+def test_a_temperature_is_sampled_with_seeds_apart(run, tmp_path):
+    run(change(temperatures="0,0.8", lossless_samples=20))
+    told = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    seeds = {arm: {t["seed"] for t in told if t["arm"] == arm} for arm in (PLAIN, OWN)}
+    assert [len(s) for s in seeds.values()] == [20, 20] and not seeds[PLAIN] & seeds[OWN]
+    assert {t["temperature"] for t in told} == {0.8}
+    tests = summarise(list(read_requests(tmp_path)), change(), {}, told)["lossless"]
+    assert [t["rejected"] for t in tests] == [False]
+
+
+def test_a_server_that_stops_making_tokens_ends_the_benchmark(run, monkeypatch):
+    """It answers and its counters stand still while a request runs: a rank hangs."""
+    monkeypatch.setattr(serve_arms, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(serve_arms, "STALL_S", 0.2)
+    real = FakeServer.__enter__
+
+    def stall_after_the_gate(self):
+        server = real(self)
+        asked = []
+
+        def stream(request):
+            asked.append(request)
+            if len(asked) > serve_arms._GATE_PROMPTS:
+                return waiting()
+            return type(server.engine).stream(server.engine, request)
+
+        server.engine.stream = stream
+        return server
+
+    monkeypatch.setattr(FakeServer, "__enter__", stall_after_the_gate)
+    with pytest.raises(UserError, match="makes no tokens"):
+        run()
+
+
+def test_rows_are_plain_values():
+    fields = {f.name for f in dataclasses.fields(serve_arms.RequestRow)}
+    assert {"engine", "steps", "concurrency", "temperature", "chunk_s", "counts"} <= fields

@@ -1,0 +1,60 @@
+"""Figures and tables of the sweeps hold every point, and do with a demo that has one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "measure"))
+from test_result import streamed
+
+from eagle3lib.lab.params import BenchmarkParams
+from eagle3lib.measure.arms import OWN, PLAIN
+from eagle3lib.measure.points import points_of
+from eagle3lib.measure.summary import arms_table, points_table, summarise
+from eagle3lib.report.benchmark_figures import arrival_bars, load_curves, pays_curves
+from eagle3lib.report.figures import arms_bars
+from eagle3lib.report.tables import acceptance_table, facts_table
+
+DEMO = BenchmarkParams(repeats=1)
+SWEEP = BenchmarkParams(repeats=1, engines="vllm,sglang", concurrency="1,8",
+                        more_speculative_tokens="5", temperatures="0,1")  # fmt: skip
+
+
+def metrics_of(cfg):
+    rows = [
+        streamed(arm, f"p{i}", accepted, engine=p.engine, steps=p.steps, temperature=p.temperature,
+                 concurrency=p.concurrency, started_s=100.0 + i)
+        for p in points_of(cfg)
+        for i in range(6)
+        for arm, accepted in ((PLAIN, None), (OWN, [3, 3]))
+    ]  # fmt: skip
+    return summarise(rows, cfg, {})
+
+
+@pytest.mark.parametrize("cfg", [DEMO, SWEEP], ids=["demo", "sweep"])
+def test_every_figure_and_table_is_drawn(cfg):
+    metrics = metrics_of(cfg)
+    for figure in (arms_bars, arrival_bars, pays_curves, load_curves):
+        assert figure(metrics).to_json()
+    for table in (arms_table(metrics), points_table(metrics)):
+        assert len(table)
+    assert acceptance_table(metrics).to_html()
+    assert facts_table(metrics["best"]).to_html()
+    assert facts_table([]).to_html()
+
+
+def test_a_curve_a_drafter_and_one_baseline_an_engine():
+    figure = load_curves(metrics_of(SWEEP))
+    assert [trace.name for trace in figure.data] == [
+        "vllm, engine alone", "vllm, own drafter, K=3", "vllm, own drafter, K=5",
+        "sglang, engine alone", "sglang, own drafter, K=3", "sglang, own drafter, K=5",
+    ]  # fmt: skip
+    assert all(list(trace.x) == [1, 8] for trace in figure.data)
+
+
+def test_where_it_pays_has_a_panel_a_load():
+    figure = pays_curves(metrics_of(SWEEP))
+    assert [a.text for a in figure.layout.annotations] == ["1 in flight", "8 in flight"]

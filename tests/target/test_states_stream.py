@@ -1,0 +1,180 @@
+"""Live states are the stored ones, and reading ahead changes neither order nor memory."""
+
+import threading
+import time
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from eagle3lib.lab.errors import UserError
+from eagle3lib.target.capture import capture, forward_states
+from eagle3lib.target.states import StateStore
+from eagle3lib.target.stream import LiveStates, read_ahead, stream_states, token_groups
+
+SLOTS = (2, 5, 7)
+
+
+@pytest.fixture(scope="module")
+def live(tiny_target, tiny_rows):
+    return LiveStates(tiny_target, tiny_rows, slots=SLOTS, dtype="float32", batch_tokens=64)
+
+
+@pytest.fixture(scope="module")
+def store(tiny_states):
+    return StateStore(tiny_states)
+
+
+def by_id(states, entries=None):
+    return {row.entry.id: row for row in states.rows(entries or states.entries)}
+
+
+def test_live_states_are_the_stored_ones(live, store, tiny_target):
+    assert (live.slots, live.dtype) == (store.slots, store.dtype)
+    assert live.target_fingerprint == store.target_fingerprint
+    made, read = by_id(live), by_id(store)
+    assert made.keys() == read.keys()
+    for name, row in made.items():
+        other = read[name]
+        assert torch.equal(row.token_ids, other.token_ids)
+        torch.testing.assert_close(row.slots, other.slots, atol=1e-4, rtol=1e-5)
+        torch.testing.assert_close(row.last, other.last, atol=1e-4, rtol=1e-5)
+        for field in ("set", "split", "tokens", "prompt_tokens", "first_taught", "ids_hash"):
+            assert getattr(row.entry, field) == getattr(other.entry, field)
+
+
+def test_in_bf16_the_same_batch_gives_the_same_bits(tiny_target, tiny_rows, tmp_path):
+    """Stored bf16 loses nothing of what the target made: one conversation a forward, equal bits."""
+    rows = tiny_rows[:4]
+    capture(tiny_target, rows, tmp_path, slots=SLOTS, dtype="bfloat16", batch_tokens=1,
+            shard_rows=9)  # fmt: skip
+    live = LiveStates(tiny_target, rows, slots=SLOTS, dtype="bfloat16", batch_tokens=1)
+    read = by_id(StateStore(tmp_path))
+    for name, row in by_id(live).items():
+        assert row.slots.dtype == torch.bfloat16
+        assert torch.equal(row.slots, read[name].slots)
+        assert torch.equal(row.last, read[name].last)
+
+
+def test_live_rows_keep_the_order_asked_for(live):
+    asked = [live.entries[i] for i in (7, 0, 11, 3, 3, 9)]
+    assert [row.entry for row in live.rows(asked)] == asked
+    assert list(live.rows([])) == []
+
+
+def test_live_answers_what_a_store_answers(live, store):
+    for chosen in ({"split": "train"}, {"split": "heldout", "set": "general"}, {}):
+        ids = [sorted(e.id for e in states.select(**chosen)) for states in (live, store)]
+        assert ids[0] == ids[1]
+    entry = replace(live.entries[0], tokens=live.entries[0].prompt_tokens + 1)
+    row = live.row(entry)
+    assert len(row.token_ids) == len(row.slots) == len(row.last) == entry.tokens
+    assert torch.equal(live.token_ids(entry), row.token_ids)
+
+
+def test_bad_live_states_are_named(live, monkeypatch):
+    def broken(model, rows, slots):
+        made = forward_states(model, rows, slots)
+        made[0][1, 0] = torch.inf
+        return made
+
+    monkeypatch.setattr("eagle3lib.target.stream.forward_states", broken)
+    with pytest.raises(UserError, match=rf"conversation {live.entries[2].id}: not finite"):
+        live.row(live.entries[2])
+
+
+def test_threads_take_turns(live):
+    """Hooks record for whoever runs the model: two forwards at once would mix their states."""
+    expected = by_id(live)
+    found = [{}, {}]
+
+    def work(out, entries):
+        for entry in entries:
+            out[entry.id] = live.row(entry)
+
+    halves = live.entries[:6], live.entries[6:]
+    threads = [threading.Thread(target=work, args=pair) for pair in zip(found, halves, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for name, row in (found[0] | found[1]).items():
+        torch.testing.assert_close(row.slots, expected[name].slots, atol=1e-4, rtol=1e-5)
+
+
+def test_token_groups(store):
+    entries = store.entries
+    for most in (1, 30, 50, 10**6):
+        groups = list(token_groups(entries, most))
+        assert [e for group in groups for e in group] == entries
+        for group in groups:
+            assert len(group) == 1 or sum(e.tokens for e in group) <= most
+
+
+def test_streamed_rows_are_the_read_ones(store):
+    entries = store.entries[::-1]
+    streamed = list(stream_states(store, entries, group_tokens=40, ahead_tokens=100))
+    assert [row.entry for row in streamed] == entries
+    for row in streamed:
+        assert torch.equal(row.slots, store.row(row.entry).slots)
+
+
+@dataclass
+class Counting:
+    """A store that counts how far ahead of its user it was read."""
+
+    store: StateStore
+    begun: int = 0
+    fails_at: str = ""
+
+    def rows(self, entries, device="cpu"):
+        for entry in entries:
+            if entry.id == self.fails_at:
+                raise UserError("this one is bad")
+            self.begun += entry.tokens
+            yield self.store.row(entry)
+
+
+@pytest.fixture
+def groups(store):
+    return [[entry] for entry in store.entries]
+
+
+def test_never_more_is_begun_than_allowed(store, groups):
+    """Back-pressure: a user who stops to think stops the reader within ``ahead_tokens``."""
+    longest = max(group[0].tokens for group in groups)
+    for ahead in (1, longest, 3 * longest):
+        states, used = Counting(store), 0
+        for rows in read_ahead(states, groups, ahead_tokens=ahead):
+            used += rows[0].entry.tokens
+            time.sleep(0.002)
+            # What the user holds has been passed on; one group alone may exceed the allowance.
+            assert states.begun - used <= max(ahead, longest)
+        assert used == states.begun == sum(group[0].tokens for group in groups)
+
+
+def test_it_does_read_ahead(store, groups):
+    """While the user holds the first group the others are made, without being asked for."""
+    states = Counting(store)
+    rows = read_ahead(states, groups, ahead_tokens=10**6)
+    next(rows)
+    total, deadline = sum(group[0].tokens for group in groups), time.monotonic() + 10
+    while states.begun < total and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert states.begun == total
+
+
+def test_a_failure_comes_where_its_rows_would(store, groups):
+    bad = groups[4][0].id
+    rows = read_ahead(Counting(store, fails_at=bad), groups, ahead_tokens=10**6)
+    assert [next(rows)[0].entry.id for _ in range(4)] == [group[0].id for group in groups[:4]]
+    with pytest.raises(UserError, match="this one is bad"):
+        next(rows)
+
+
+def test_closing_stops_the_thread(store, groups):
+    before = set(threading.enumerate())
+    rows = read_ahead(Counting(store), groups, ahead_tokens=20)
+    next(rows)
+    rows.close()
+    assert set(threading.enumerate()) <= before

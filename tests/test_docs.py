@@ -1,0 +1,112 @@
+"""README.md and docs/ against the code: what a stranger is told to type must exist."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from importlib.util import find_spec
+
+import pytest
+import typer
+
+from eagle3lib.cli import app
+from eagle3lib.engine.settings import ServeParams
+from eagle3lib.lab.machine import ROOT
+from eagle3lib.lab.params import PHASES
+from eagle3lib.lab.profile import load_profile, phase_name
+
+# The lab log tells what was typed once: it is history.
+PAGES = [
+    ROOT / "README.md",
+    *sorted(p for p in (ROOT / "docs").glob("*.md") if p.stem != "lab_log"),
+]
+PARAMETERS = {
+    "run": set().union(*(model.model_fields for model in PHASES.values())),
+    "plan": set(PHASES["00_plan"].model_fields),
+    "serve": set(ServeParams.model_fields),
+}
+COMMANDS = typer.main.get_command(app).commands
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+
+
+def code_of(text):
+    """Indented lines, and what stands in backticks (which may go over two lines)."""
+    inline = (span.replace("\n", " ") for span in re.findall(r"`([^`]+)`", text))
+    return [*re.findall(r"^ {4,}(.*)$", text, re.MULTILINE), *inline]
+
+
+def commands_in(text, program):
+    """The words after ``program`` at the start of a command, comments left out."""
+    for line in code_of(text):
+        for found in re.findall(rf"(?:^|, |then )(?:\.venv/bin/)?{program} ([^,]*)", line):
+            words = shlex.split(found.replace("|", " "), comments=True)
+            if words:
+                yield words
+
+
+def problem(words):
+    """What is wrong with the words of an ``eagle3`` command, "" if nothing."""
+    name, *rest = words
+    if name not in COMMANDS:
+        return f"no command {name!r}"
+    rest = rest[: rest.index("--")] if "--" in rest else rest
+    options = {o for p in COMMANDS[name].params for o in (*p.opts, *p.secondary_opts)} | {"--help"}
+    for word in rest:
+        if word.startswith("--") and word not in options:
+            return f"{name} has no option {word!r}"
+        parameter = word.partition("=")[0].rpartition(".")[2]
+        if "=" in word and parameter not in PARAMETERS.get(name, ()):
+            return f"{name} has no parameter {parameter!r}"
+        if name in ("run", "params") and re.match(r"\d", word):
+            phase_name(word)
+    return ""
+
+
+def test_wrong_commands_are_seen():
+    found = [
+        problem(w) for w in commands_in("    eagle3 ran demo\n`eagle3 stop --every`", "eagle3")
+    ]
+    assert found == ["no command 'ran'", "stop has no option '--every'"]
+    assert problem(["run", "demo", "04", "epochz=3"])
+    assert problem(["serve", "TARGET", "topkk=3"])
+    assert not problem(["serve", "TARGET", "topk=3", "--", "--any"])
+
+
+@each_page
+def test_every_command_exists(page):
+    text = page.read_text(encoding="utf-8")
+    wrong = [(words, found) for words in commands_in(text, "eagle3") if (found := problem(words))]
+    assert not wrong
+
+
+def test_the_readme_names_every_command():
+    """``notebooks`` is for who changes a parameter model."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    named = {words[0] for words in commands_in(text, "eagle3")}
+    assert named == set(COMMANDS) - {"notebooks"}
+
+
+@each_page
+def test_every_make_target_and_module_exists(page):
+    text = page.read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert {words[0] for words in commands_in(text, "make")} <= targets
+    for module in re.findall(r"python -m (eagle3lib[\w.]*)", text):
+        assert find_spec(module), module
+
+
+@each_page
+def test_every_link_and_file_is_there(page):
+    text = page.read_text(encoding="utf-8")
+    links = [page.parent / link for link in re.findall(r"\]\((?!http|#)([^)#]+)", text)]
+    top = r"`((?:docs|eagle3lib|notebooks|params|requirements|tests)/[\w./-]+)`"
+    for path in [*links, *(ROOT / name for name in re.findall(top, text))]:
+        assert path.exists(), path
+
+
+def test_the_profile_of_the_readme_validates(tmp_path):
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    block = text.split("    # params/mine.yaml\n")[1].split("    eagle3 run mine")[0]
+    profile = tmp_path / "mine.yaml"
+    profile.write_text("\n".join(line[4:] for line in block.split("\n")))
+    assert load_profile(str(profile))["04_train_drafter"].steps == 7
