@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from eagle3lib.drafter.rope import rope_parameters
 from eagle3lib.lab.errors import UserError
+from eagle3lib.lab.phase_params import numbers_of
 
 OPTIONS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")
 LLAMA_ARCHITECTURE, MLA_ARCHITECTURE = "LlamaForCausalLMEagle3", "Eagle3DeepseekV2ForCausalLM"
@@ -27,6 +28,23 @@ def default_slots(num_layers: int) -> tuple[int, int, int]:
         raise UserError(
             f"a target of {num_layers} layers has no three distinct default slots, found {slots}",
             expected="at least 7 layers, or slots given by hand",
+        )
+    return slots
+
+
+def chosen_slots(text: str, num_layers: int) -> tuple[int, ...]:
+    """Slots that a parameter lists, parted by commas; the default ones where it lists none. Raises
+    ``UserError`` unless they rise and lie between 1 and ``num_layers``."""
+    try:
+        slots = tuple(numbers_of(text, int))
+    except ValueError:
+        slots = (-1,)
+    if not slots:
+        return default_slots(num_layers)
+    if list(slots) != sorted(set(slots)) or not 0 < slots[0] <= slots[-1] <= num_layers:
+        raise UserError(
+            f"parameter slots is {text!r}",
+            expected=f"distinct rising numbers from 1 to {num_layers}, parted by commas",
         )
     return slots
 

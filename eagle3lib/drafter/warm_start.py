@@ -53,7 +53,8 @@ def load_for_training(
             f"ones are {list(slots)}",
             expected="the same slots",
             where=folder,
-            next="capture the states that it reads, then train: eagle3 run PROFILE 02",
+            next="capture the states that it reads (parameter slots of phase 02), then train: "
+            "eagle3 run PROFILE 02 04",
         )
     if vocab is None or _same_map(vocab_of(drafter), vocab):
         return drafter

@@ -201,6 +201,9 @@ class CaptureParams(PhaseParams):
         False, description="run the Python files of the target's folder; read them before"
     )
     batch_tokens: int = Field(2048, ge=1, description="tokens in one forward, padding included")
+    slots: str = Field(
+        "", description="captured states by HF index, such as 2,15,27, empty is 2, n//2, n-3"
+    )
     shard_rows: int = Field(64, ge=1, description="conversations in one shard file")
     state_format: Literal["full", "fp8", "compact"] = Field(
         "full", description="full (as dtype), fp8, or compact (6-bit slots, 8-bit last state)"

@@ -192,10 +192,9 @@ def check_speedup(speedup: Speedup, acceptance_length: float) -> list[Finding]:
     ]
 
 
-def check_identity(counts: Counts, steps: int, *, empty_rounds: bool = False) -> list[Finding]:
-    """The identity must leave between 0 and K cut drafts a request (and SGLang's one round)."""
-    extra = counts.requests if empty_rounds else 0
-    if 0 <= counts.cut <= counts.requests * steps + extra:
+def check_identity(counts: Counts, steps: int) -> list[Finding]:
+    """The identity must leave between 0 and K cut drafts a request."""
+    if 0 <= counts.cut <= counts.requests * steps:
         return []
     return [
         Finding(

@@ -69,7 +69,7 @@ def _check_line(here: list[RequestRow], line: dict[str, Any], run_steps: int) ->
                 label,
             )
         ]
-    findings += check_identity(counts, steps, empty_rounds=mine[0].engine == "sglang")
+    findings += check_identity(counts, steps)
     for row in mine:
         if row.counts is not None:
             told = RoundCounts(**row.counts)

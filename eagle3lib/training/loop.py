@@ -96,7 +96,7 @@ class Trainer:
             drafter = new_drafter(cfg, target, head, self.vocab, self.store.slots)
         free = available_bytes(self.place.device, min(self.place.world, cfg.processes))
         numbers = head.head.numel() + head.embedding.numel()
-        need = estimate(drafter, cfg, self.plan[0], self.place.world, numbers)
+        need = estimate(drafter, cfg, self.plan[0], self.place.world, numbers, self.place.device)
         check_memory(need, free, cfg, self.place.device)
         self.head = FullHead(head, self.place.device, cfg.loss_temperature)
         self.draft_head = self.head.rows(self.vocab.target_ids)

@@ -4,11 +4,13 @@ largest batch that fits and not killed an hour later.
     fixed       weights (fp32, and their copy in the dtype of the products), gradients, optimizer,
                 the target's head and embedding
     a token     states (two batches: one used, one read ahead), step-0 keys
-    a position  activations of every step, the loss's logits of every step
-    attention   scores of every step, padded to the longest conversation
+    a position  activations of every step, gradients of its hidden states
+    loss        one chunk of logits (``fused.py``), whatever the vocabulary
+    attention   on a CPU alone: scores of every step, padded to the longest conversation
 
-Counted from the code of the unroll and of the loss. Against the measured peak (SmolLM2's shape, 8
-rows of 150 tokens, bfloat16) it was 426 for 398 MiB and 952 for 920 MiB.
+Counted from the code of the unroll and of the loss. A GPU's compiled pieces keep about half of what
+eager ones keep: 8 x 4,096 tokens of an 8B Llama's shape, 40 % prompt, 7 steps, were estimated at 50
+GB and peaked at 39 GB on one (with its target's head left out, as that run had none).
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from eagle3lib.drafter.model import Drafter
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.params import TrainParams
 from eagle3lib.training.data import Entries, share_out
+from eagle3lib.training.fused import BUFFER_BYTES
 
 _SLACK = 1.15  # allocator, libraries, what is made and freed within one operation
 
@@ -42,9 +45,15 @@ class Need:
 
 
 def estimate(
-    drafter: Drafter, cfg: TrainParams, updates: list[Entries], world: int, head_numbers: int
+    drafter: Drafter,
+    cfg: TrainParams,
+    updates: list[Entries],
+    world: int,
+    head_numbers: int,
+    device: torch.device,
 ) -> Need:
     """Bytes that one process needs; ``head_numbers``: numbers of the target's tensors it holds."""
+    on_gpu = device.type == "cuda"
     trained = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in drafter.parameters() if not p.requires_grad)
     size = 2 if cfg.precision == "bfloat16" else 4
@@ -54,12 +63,13 @@ def estimate(
     fixed = kept + 4 * frozen + copied + 4 * head_numbers
     parts = world * cfg.accumulate
     shares = (share for update in updates for share in share_out(update, parts))
-    largest = max(shares, key=lambda share: part_bytes(drafter.config, cfg, share))
-    batch, tokens = part_bytes(drafter.config, cfg, largest), sum(e.tokens for e in largest)
+    largest = max(shares, key=lambda share: part_bytes(drafter.config, cfg, share, on_gpu))
+    batch = part_bytes(drafter.config, cfg, largest, on_gpu)
+    tokens = sum(e.tokens for e in largest)
     return Need(fixed, batch, tokens * parts)
 
 
-def part_bytes(c: DrafterConfig, cfg: TrainParams, part: Entries) -> int:
+def part_bytes(c: DrafterConfig, cfg: TrainParams, part: Entries, on_gpu: bool = False) -> int:
     """Bytes of the forward and backward of one part of an update."""
     if not part:
         return 0
@@ -72,15 +82,17 @@ def part_bytes(c: DrafterConfig, cfg: TrainParams, part: Entries) -> int:
     width = len(c.slots) * c.target_hidden_size
     token = 2 * 4 * (width + c.target_hidden_size) + size * (8 * c.hidden_size + 4 * keys)
     mlp = 0 if cfg.recompute else 4 * c.intermediate_size
-    step = size * (14 * c.hidden_size + 6 * queries + 4 * keys + mlp)
-    # Norms keep their input in fp32; logits: the dtype's and fp32 ones, log softmax, teacher.
-    step += 4 * 6 * c.hidden_size + (size + 4 + 4) * c.draft_vocab_size
-    teacher = (size + 4 + 4) * c.draft_vocab_size
-    scores = len(part) * c.num_attention_heads * max(spans) * longest * (4 + 4 + size)
-    logits_now = 3 * 4 * c.draft_vocab_size  # one step's gradient
-    return (
-        tokens * token + positions * (cfg.steps * step + teacher + logits_now) + cfg.steps * scores
-    )
+    if on_gpu:
+        step = size * (8 * c.hidden_size + 4 * queries + 2 * keys + mlp)
+        scores = 0
+    else:  # eager norms keep their input in fp32, attention its scores
+        step = size * (14 * c.hidden_size + 6 * queries + 4 * keys + mlp) + 24 * c.hidden_size
+        scores = len(part) * c.num_attention_heads * max(spans) * longest * (4 + 4 + size)
+    rows = positions * cfg.steps
+    logits = rows * (size * c.draft_vocab_size + 32 * c.hidden_size)
+    logits += 4 * positions * c.draft_vocab_size  # the teacher's, of all steps at once
+    loss = min(BUFFER_BYTES, logits) + rows * size * c.hidden_size
+    return tokens * token + rows * step + loss + cfg.steps * scores
 
 
 def check_memory(need: Need, available_bytes: int, cfg: TrainParams, device: torch.device) -> None:

@@ -30,12 +30,22 @@ from eagle3lib.lab.files import read_json, write_atomic, write_json, write_text
 from eagle3lib.measure.arms import OWN, RequestRow, counts_of, read_requests
 from eagle3lib.target.folder import Target
 from eagle3lib.target.model import DTYPES, TargetHead
+from eagle3lib.target.states import (
+    StateEntry,
+    StateStore,
+    captured_row,
+    ids_hash,
+    write_index,
+    write_shard,
+)
 
 DATA, STATES, MAP, TRAIN, EXPORT, BENCH = (
     "01_generate_data", "02_capture_hidden_states", "03_build_vocab_map", "04_train_drafter",
     "05_export_drafter", "06_benchmark_serving",
 )  # fmt: skip
 Generate = Callable[[list[int], int], list[int]]
+StoredAs = tuple[StateEntry, torch.Tensor, torch.Tensor]
+ChangeRow = Callable[[StateEntry, torch.Tensor, torch.Tensor], StoredAs | None]
 
 
 class Inapplicable(Exception):
@@ -100,29 +110,46 @@ class Plant:
 
     # --- states ---
 
+    def store(self, change: ChangeRow, most: int = 10**9) -> None:
+        """Write the first shards again as a capture would that has the fault: sizes and hashes are
+        those of what is written. ``change`` gets an entry, its ids and its states [T, S + 1, H] as
+        a forward makes them, and returns what is stored instead, None for nothing."""
+        folder = self.folder / STATES / "states"
+        store = StateStore(folder)
+        by_shard: dict[str, list[StateEntry]] = {}
+        for entry in store.entries:
+            by_shard.setdefault(entry.shard, []).append(entry)
+        kept: list[StateEntry] = []
+        for name in sorted(by_shard):
+            if name not in sorted(by_shard)[:most]:
+                kept += by_shard[name]
+                continue
+            rows = []
+            for entry in by_shard[name]:
+                ids = store.token_ids(entry)
+                made = change(entry, ids, self.states_of(ids.tolist(), store.slots))
+                if made is not None:
+                    changed = replace(made[0], tokens=len(made[1]), ids_hash=ids_hash(made[1]))
+                    rows.append(captured_row(changed, made[1], made[2].to(DTYPES[store.dtype])))
+            if rows:
+                kept += write_shard(folder, Path(name).stem, rows, store.state_format)
+        write_index(
+            folder, kept, slots=store.slots, dtype=store.dtype,
+            fingerprint=store.target_fingerprint, state_format=store.state_format,
+        )  # fmt: skip
+
     def states(self, change: Callable[[torch.Tensor], torch.Tensor], most: int = 10**9) -> None:
         """``change`` the states [T, S + 1, H] of every conversation in the first shards."""
-        index = read_json(self.folder / STATES / "states" / "index.json")
-        names = sorted({e["shard"] for e in index["conversations"]})[:most]
-        for name in names:
-            entries = [e for e in index["conversations"] if e["shard"] == name]
+        self.store(lambda e, ids, x: (e, ids, change(x.clone())), most)
 
-            def all_rows(tensors: dict[str, torch.Tensor], entries: Any = entries) -> None:
-                whole = tensors["hidden_states"].clone()
-                for e in entries:
-                    span = slice(e["start"], e["start"] + e["tokens"])
-                    whole[span] = change(whole[span].clone())
-                tensors["hidden_states"] = whole
+    def index(self, change: Callable[[StateEntry], dict[str, Any]], split: str = "train") -> None:
+        """Other facts of the entries of a split; fewer tokens cut the states as well."""
 
-            self.tensors(f"{STATES}/states/{name}", all_rows)
+        def every(e: StateEntry, ids: torch.Tensor, x: torch.Tensor) -> StoredAs:
+            found = replace(e, **change(e)) if e.split == split else e
+            return found, ids[: found.tokens], x[: found.tokens]
 
-    def index(self, change: Callable[[dict[str, Any]], None], split: str = "train") -> None:
-        def every(index: dict[str, Any]) -> None:
-            for entry in index["conversations"]:
-                if entry["split"] == split:
-                    change(entry)
-
-        self.json(f"{STATES}/states/index.json", every)
+        self.store(every)
 
     def keep(self, test: Callable[[dict[str, Any]], bool]) -> None:
         """Only those conversations of the index."""

@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
-from plant import BENCH, DATA, MAP, STATES, TRAIN, Inapplicable, Plant
-from safetensors.torch import load_file, save_file
+from plant import BENCH, DATA, MAP, STATES, TRAIN, Inapplicable, Plant, StoredAs
+from safetensors.torch import load_file
 
 from eagle3lib.data.rows import AnswerRow, read_answers
 from eagle3lib.data.template import load_chat_template
 from eagle3lib.drafter.vocab import build_vocab_map, count_tokens
-from eagle3lib.lab.files import read_json, write_atomic, write_text
+from eagle3lib.lab.files import write_text
 from eagle3lib.measure.arms import RequestRow, read_requests
+from eagle3lib.target.states import StateEntry, StateStore
 
 
 def _requests(p: Plant) -> list[RequestRow]:
@@ -37,25 +37,9 @@ def _stuck(x: torch.Tensor) -> torch.Tensor:
 
 
 def _slots_later(p: Plant) -> None:
-    """States captured again at the outputs of the layers, under the ids of their inputs."""
-    index = read_json(p.folder / STATES / "states" / "index.json")
-    slots = tuple(s + 1 for s in index["slots"])
-    by_shard: dict[str, list[dict[str, Any]]] = {}
-    for e in index["conversations"]:
-        by_shard.setdefault(e["shard"], []).append(e)
-    for name, entries in by_shard.items():
-
-        def again(t: dict[str, torch.Tensor], entries: Any = entries) -> None:
-            whole = t["hidden_states"].clone()
-            for e in entries[:: max(1, len(entries) // 8)]:
-                span = slice(e["start"], e["start"] + e["tokens"])
-                made = p.states_of(t["token_ids"][span].tolist(), slots)
-                whole[span] = made.to(whole.dtype)
-            t["hidden_states"] = whole
-
-        p.tensors(f"{STATES}/states/{name}", again)
-    kept = {e["id"] for n in by_shard for e in by_shard[n][:: max(1, len(by_shard[n]) // 8)]}
-    p.keep(lambda e: e["id"] in kept)
+    """States captured at the outputs of the layers, under the ids of their inputs."""
+    slots = tuple(s + 1 for s in StateStore(p.folder / STATES / "states").slots)
+    p.store(lambda e, ids, x: (e, ids, p.states_of(ids.tolist(), slots)))
 
 
 def _normed(p: Plant) -> None:
@@ -79,7 +63,7 @@ def _swapped(p: Plant) -> None:
 
 
 def _prompt_tokens(by: int) -> Callable[[Plant], None]:
-    return lambda p: p.index(lambda e: e.update(prompt_tokens=e["prompt_tokens"] + by))
+    return lambda p: p.index(lambda e: {"prompt_tokens": e.prompt_tokens + by})
 
 
 def _flat_curve(p: Plant) -> None:
@@ -138,24 +122,16 @@ def _off_policy(p: Plant) -> None:
 
     p.trained(other)
     rows = {r.id: r for r in read_answers(p.folder / DATA)}
-    index = read_json(p.folder / STATES / "states" / "index.json")
-    slots = tuple(index["slots"])
-    kept = [e for e in index["conversations"] if e["id"] not in change]
-    made = list(change)[:24]
-    tensors: dict[str, list[torch.Tensor]] = {"hidden_states": [], "token_ids": []}
-    start = 0
-    for name in made:
-        r = rows[name]
-        ids = r.prompt_token_ids + r.answer_token_ids
-        tensors["hidden_states"].append(p.states_of(ids, slots))
-        tensors["token_ids"].append(torch.tensor(ids))
-        old = next(e for e in index["conversations"] if e["id"] == name)
-        kept.append(old | {"shard": "shard-other.safetensors", "start": start, "tokens": len(ids)})
-        start += len(ids)
-    joined = {k: torch.cat(v) for k, v in tensors.items()}
-    write_atomic(p.folder / STATES / "states" / "shard-other.safetensors",
-                 lambda tmp: save_file(joined, tmp))  # fmt: skip
-    p.json(f"{STATES}/states/index.json", lambda i: i | {"conversations": kept})
+    slots = StateStore(p.folder / STATES / "states").slots
+
+    def said(e: StateEntry, ids: torch.Tensor, x: torch.Tensor) -> StoredAs | None:
+        if e.id not in change:
+            return e, ids, x
+        r = rows[e.id]
+        whole = r.prompt_token_ids + r.answer_token_ids
+        return e, torch.tensor(whole), p.states_of(whole, slots)
+
+    p.store(said)
 
 
 def _system(p: Plant) -> None:
@@ -169,7 +145,7 @@ def _system(p: Plant) -> None:
 
     p.trained(given)
     lengths = {r.id: len(r.prompt_token_ids) for r in read_answers(p.folder / DATA)}
-    p.index(lambda e: e.update(prompt_tokens=lengths[e["id"]]))
+    p.index(lambda e: {"prompt_tokens": lengths[e.id]})
 
 
 def _half_covered(p: Plant) -> None:
@@ -201,7 +177,7 @@ def _half_covered(p: Plant) -> None:
 
 
 def _short_answers(p: Plant) -> None:
-    p.index(lambda e: e.update(tokens=min(e["tokens"], e["prompt_tokens"] + 6)))
+    p.index(lambda e: {"tokens": min(e.tokens, e.prompt_tokens + 6)})
     lengths: dict[str, int] = {}
     for r in read_answers(p.folder / DATA):
         lengths[r.id] = 6
@@ -230,8 +206,8 @@ TRAINING_PLANTS: dict[str, Callable[[Plant], None]] = {
     "F56": lambda p: p.states(_stuck, most=1),
     "F57": _prompt_tokens(1),
     "F58": _prompt_tokens(-1),
-    "F59": lambda p: p.index(lambda e: e.update(prompt_tokens=1)),
-    "F60": lambda p: p.index(lambda e: e.update(tokens=e["tokens"] - 1)),
+    "F59": lambda p: p.index(lambda e: {"prompt_tokens": 1}),
+    "F60": lambda p: p.index(lambda e: {"tokens": e.tokens - 1}),
     "F61": lambda p: p.json(
         f"{TRAIN}/inputs.json", lambda i: i | {"params": i["params"] | {"steps": 1}}
     ),

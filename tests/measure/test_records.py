@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from eagle3lib.engine.records import (
@@ -129,8 +132,25 @@ def test_merged_chunks_are_no_rounds(chunks):
         chunk_counts(chunks, 3)
 
 
-@pytest.mark.parametrize(("tokens", "right"), [(10, False), (9, True), (5, True), (4, False)])
+@pytest.mark.parametrize(("tokens", "right"), [(10, False), (9, True), (6, True), (5, False)])
 def test_a_record_must_explain_its_tokens(tokens, right):
-    """Up to K accepted drafts are cut by the end, and SGLang may count one empty round."""
+    """Up to K accepted drafts are cut by the end."""
     told = RoundCounts(3, 5, 9, [2, 2, 1], "test")
     assert (check_record(told, tokens, 3) == []) == right
+
+
+def test_sglangs_own_records_follow_the_identity():
+    """Twelve greedy requests of SGLang 0.5.15, K = 3 (docs/lab_log.md): the prefill is no verify
+    round, accepted drafts beyond the end are counted, spec_accept_length is tokens / rounds."""
+    counts = Counts()
+    for line in (Path(__file__).parent / "records" / "sglang-0.5.15.jsonl").read_text().split("\n"):
+        if line:
+            meta = json.loads(line)
+            told = sglang_counts(meta)
+            assert check_record(told, meta["completion_tokens"], 3) == []
+            length = meta["completion_tokens"] / told.rounds
+            assert meta["spec_accept_length"] == pytest.approx(length)
+            counts.add_counts(meta["completion_tokens"], told, 3)
+    assert (counts.requests, counts.tokens, counts.rounds, counts.accepted) == (12, 1090, 690, 393)
+    assert counts.cut == 5
+    assert check_identity(counts, 3) == []
