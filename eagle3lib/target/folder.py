@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from eagle3lib.data.template import stop_ids_of
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import hash_file, hash_json, read_json
 from eagle3lib.lab.finding import Finding, raise_errors
@@ -53,14 +54,7 @@ class Target:
 
     def stop_ids(self) -> list[int]:
         """End-of-text and end-of-turn ids that the model's files name."""
-        generation = self.folder / "generation_config.json"
-        named = [self.config.get("eos_token_id")]
-        if generation.exists():
-            named.append(read_json(generation).get("eos_token_id"))
-        flat = [
-            i for ids in named if ids is not None for i in (ids if isinstance(ids, list) else [ids])
-        ]
-        return sorted(set(flat))
+        return list(stop_ids_of(self.folder))
 
 
 def open_target(name: str) -> Target:
