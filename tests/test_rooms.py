@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -111,3 +112,9 @@ def test_importing_the_offline_rooms_loads_no_notebook_libraries():
         if room_of(p) == "engine" and p.stem != "__init__"
     ]
     assert not modules_loaded_by(*names) & (NOT_OFFLINE | {"torch"})
+
+
+def test_test_files_have_names_of_their_own():
+    """pytest imports them by their bare names."""
+    names = Counter(path.name for path in Path(__file__).parent.rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
