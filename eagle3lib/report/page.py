@@ -10,8 +10,9 @@ import plotly.io
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import read_json, read_jsonl, write_text
 from eagle3lib.lab.finding import raise_errors
+from eagle3lib.lab.machine import ROOT
 from eagle3lib.lab.params import PHASES
-from eagle3lib.lab.run import outdated_by, run_folder
+from eagle3lib.lab.run import outdated_by, outputs_root, run_folder
 from eagle3lib.measure.arms import OWN, PLAIN, read_requests
 from eagle3lib.measure.summary import check_benchmark, interval_text
 from eagle3lib.report.figures import acceptance_per_step, arms_bars, heldout_curves
@@ -22,7 +23,7 @@ def build_page(run: str, *, copy_to: Path | None = None) -> Path:
     """Render the notebooks of a run and write ``index.html`` over what is done so far.
 
     ``copy_to``: write page and notebooks into another folder instead, small, with the figures'
-    library from its CDN: an example to keep in a repository.
+    library from its CDN, paths of this machine shortened: an example to keep in a repository.
 
     Raises ``UserError`` when there is no such run, and when its benchmark is impossible (a speed-up
     above the acceptance length): such a report is not written.
@@ -39,7 +40,18 @@ def build_page(run: str, *, copy_to: Path | None = None) -> Path:
     content = _content(folder, metrics, plotly_js)
     page = page_template("page.html.j2", _FILTERS).render(**content)
     write_text(place / "index.html", page)
+    if copy_to:
+        _forget_machine(copy_to)
     return place / "index.html"
+
+
+def _forget_machine(folder: Path) -> None:
+    """An example for strangers shows no path of the machine that made it."""
+    for page in folder.rglob("*.html"):
+        text = page.read_text(encoding="utf-8")
+        for path, shown in ((outputs_root(), "outputs"), (ROOT, "."), (Path.home(), "~")):
+            text = text.replace(str(path), shown)
+        write_text(page, text)
 
 
 def phase_metrics(folder: Path) -> dict[str, Any]:

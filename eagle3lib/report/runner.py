@@ -28,14 +28,14 @@ from eagle3lib.target.folder import open_target
 # Seconds of each phase of the demo on two cores (docs/lab_log.md): a first guess, for other runs
 # scaled by the phases of theirs that are known.
 _DEMO_SECONDS = {
-    "00_plan": 4,
-    "01_generate_data": 90,
-    "02_capture_hidden_states": 40,
-    "03_build_vocab_map": 5,
-    "04_train_drafter": 160,
-    "05_export_drafter": 7,
-    "06_benchmark_serving": 345,
-    "07_diagnose_acceptance": 12,
+    "00_plan": 18,
+    "01_generate_data": 150,
+    "02_capture_hidden_states": 50,
+    "03_build_vocab_map": 8,
+    "04_train_drafter": 270,
+    "05_export_drafter": 20,
+    "06_benchmark_serving": 500,
+    "07_diagnose_acceptance": 25,
 }
 
 
