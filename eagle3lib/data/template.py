@@ -111,9 +111,9 @@ def load_chat_template(
     return ChatTemplate(tokenizer, tuple(stop_ids), arguments or {})
 
 
-def stop_ids_of(folder: Path) -> tuple[int, ...]:
-    """End-of-text and end-of-turn ids that a target's files name."""
-    config = read_json(folder / "config.json")
+def stop_ids_of(folder: Path, config: dict[str, Any] | None = None) -> tuple[int, ...]:
+    """End-of-text and end-of-turn ids that a target's files name; ``config`` where it is known."""
+    config = read_json(folder / "config.json") if config is None else config
     inner = config.get("text_config")  # of models that see as well
     named = [(inner if isinstance(inner, dict) else {}).get("eos_token_id")]
     named = named if named[0] is not None else [config.get("eos_token_id")]

@@ -54,7 +54,7 @@ class Target:
 
     def stop_ids(self) -> list[int]:
         """End-of-text and end-of-turn ids that the model's files name."""
-        return list(stop_ids_of(self.folder))
+        return list(stop_ids_of(self.folder, self.config))
 
 
 def open_target(name: str) -> Target:
