@@ -27,7 +27,8 @@ def test_a_detached_server_outlives_its_command_answers_and_ends_when_told(tmp_p
         shown = eagle3(
             "serve", NAME, "compile=false", "max_model_len=512", "--detach", "--no-preflight"
         )
-        assert "loading weights" in shown and "eagle3 stop" in shown
+        # "loading weights" or, where that took no half second, "weights loaded".
+        assert "weights" in shown and "ready" in shown and "eagle3 stop" in shown
         (state,) = running_servers()
         assert state.engine_version and state.detached and state.pgid
         listed = eagle3("ps")
