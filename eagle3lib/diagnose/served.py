@@ -174,8 +174,3 @@ def rounds_equal(drafts: Tensor, answered: Answered) -> tuple[int, int]:
         total += 1
         equal += mine == min(theirs, most)
     return equal, total
-
-
-def longest_chain(answers: Sequence[Answered]) -> int:
-    """Most drafts accepted in any recorded round."""
-    return max((n for a in answers for n in a.accepted or [0]), default=0)

@@ -144,23 +144,6 @@ def _spread(items: list[Any], most: int) -> list[Any]:
     return items[:: max(1, len(items) // most)][:most]
 
 
-def check_teacher(share: float, floor: float, *, greedy: bool) -> list[Finding]:
-    """The stored states must say what the target said; sampled answers may differ from its
-    greedy."""
-    if share >= floor or not greedy:
-        return []
-    return [
-        Finding(
-            "teacher-agreement",
-            "error",
-            f"the captured states give only {share:.1%} of the served answer tokens",
-            f"at least {floor:.0%} for greedy answers (parameter min_teacher_agreement)",
-            "check layer, norm and dtype of the capture; compare with the table of wrong states",
-            "states",
-        )
-    ]
-
-
 def was_greedy(phase: Phase) -> bool:
     """Whether all answers of phase 01 are the target's own, asked for greedily."""
     params = read_json(phase.of("01_generate_data") / "manifest.json")["inputs"]["params"]
