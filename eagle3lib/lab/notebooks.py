@@ -16,7 +16,7 @@ import nbformat
 
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.machine import ROOT
-from eagle3lib.lab.phase_params import PhaseParams
+from eagle3lib.lab.phase_params import SOURCES_VARIABLE, PhaseParams
 from eagle3lib.lab.profile import load_profile
 
 NOTEBOOKS = ROOT / "notebooks"
@@ -86,7 +86,7 @@ def execute(params: PhaseParams, output: Path) -> None:
     os.environ.setdefault("PLOTLY_RENDERER", _RENDERER)
     source = NOTEBOOKS / f"{params.PHASE}.ipynb"
     try:
-        with _stderr_into(output.with_suffix(".log")):
+        with _stderr_into(output.with_suffix(".log")), _sources_told(params):
             papermill.execute_notebook(
                 str(source),
                 str(output),
@@ -111,6 +111,17 @@ def execute(params: PhaseParams, output: Path) -> None:
             f"the kernel of {params.PHASE} died, most often for want of memory\n"
             f"  in:       {output}"
         ) from None
+
+
+@contextlib.contextmanager
+def _sources_told(params: PhaseParams) -> Iterator[None]:
+    """The kernel inherits where each parameter's value comes from."""
+    sources = {line["parameter"]: line["from"] for line in params.table()}
+    os.environ[SOURCES_VARIABLE] = json.dumps(sources)
+    try:
+        yield
+    finally:
+        del os.environ[SOURCES_VARIABLE]
 
 
 @contextlib.contextmanager

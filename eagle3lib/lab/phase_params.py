@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import html
+import json
+import os
 import re
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    field_validator,
+)
 
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.machine import ROOT
 
 Dtype = Literal["bfloat16", "float32"]
+# What `eagle3 run` tells a notebook: JSON of parameter -> where its value comes from.
+SOURCES_VARIABLE = "EAGLE3_PARAMETER_SOURCES"
 _FILE_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".txt", ".gz", ".zst")
 
 
@@ -30,6 +42,8 @@ class PhaseParams(BaseModel):
         "smollm2-135m-instruct",
         description="smollm2-135m-instruct, a local folder, or a Hub id",
     )
+    # Parameter -> file and section, or the command line; what is missing is a default.
+    _sources: dict[str, str] = PrivateAttr(default_factory=dict)
 
     @field_validator("run")
     @classmethod
@@ -50,9 +64,12 @@ class PhaseParams(BaseModel):
                 where=f"notebooks/{cls.PHASE}.ipynb",
                 next="eagle3 notebooks",
             )
-        return cls.checked(
+        read = cls.checked(
             {name: namespace[name] for name in cls.model_fields}, "the parameters cell"
         )
+        told = os.environ.get(SOURCES_VARIABLE)
+        changed = [n for n, field in cls.model_fields.items() if getattr(read, n) != field.default]
+        return read.told(json.loads(told) if told else dict.fromkeys(changed, "this notebook"))
 
     @classmethod
     def checked(cls, values: dict[str, Any], source: str) -> Self:
@@ -64,6 +81,36 @@ class PhaseParams(BaseModel):
             raise UserError(
                 "\n".join(lines), where=source, next=f"eagle3 params {cls.PHASE}"
             ) from None
+
+    def told(self, sources: dict[str, str]) -> Self:
+        """The same parameters, knowing where their values come from."""
+        self._sources.clear()
+        self._sources.update(sources)
+        return self
+
+    def table(self) -> list[dict[str, str]]:
+        """Each parameter with its value, where that comes from, and its help."""
+        return [
+            {
+                "parameter": name,
+                "value": json.dumps(getattr(self, name), ensure_ascii=False),
+                "from": self._sources.get(name, "default"),
+                "help": field.description or "",
+            }
+            for name, field in type(self).model_fields.items()
+        ]
+
+    def _repr_html_(self) -> str:
+        """The table, folded, so that a notebook's answer stays in sight."""
+        lines = self.table()
+        changed = sum(line["from"] != "default" for line in lines)
+        cells = [[html.escape(text) for text in line.values()] for line in lines]
+        head = "".join(f"<th>{name}</th>" for name in lines[0])
+        body = "".join(f"<tr><td>{'</td><td>'.join(row)}</td></tr>" for row in cells)
+        return (
+            f"<details><summary>{len(lines)} parameters, {changed} set, the others defaults"
+            f"</summary><table><tr>{head}</tr>{body}</table></details>"
+        )
 
     def input_files(self) -> dict[str, Path]:
         """Parameter name -> path of the input files and folders named by parameters (relative to

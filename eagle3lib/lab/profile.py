@@ -76,10 +76,14 @@ def load_profile(
     _refuse_unknown(common, list(PHASES), f"{path}, section common")
     result = {}
     for phase, model in PHASES.items():
-        values = {k: v for k, v in common.items() if k in model.model_fields}
-        values |= sections.get(phase, {})
-        values |= _overrides_for(phase, phases or list(PHASES), overrides or {})
-        result[phase] = model.checked(values, str(path))
+        layers = {
+            f"{path.name}, common": {k: v for k, v in common.items() if k in model.model_fields},
+            f"{path.name}, {phase}": sections.get(phase, {}),
+            "command line": _overrides_for(phase, phases or list(PHASES), overrides or {}),
+        }
+        values = {name: value for layer in layers.values() for name, value in layer.items()}
+        sources = {name: source for source, layer in layers.items() for name in layer}
+        result[phase] = model.checked(values, str(path)).told(sources)
     if len({(p.run, p.target) for p in result.values()}) > 1:
         raise UserError(
             "phases name different runs or targets", where=path, next="set them in common"

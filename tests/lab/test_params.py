@@ -1,6 +1,7 @@
 """Parameters: every mistake is one ``UserError`` that names the thing, no pydantic traceback."""
 
 import re
+from html import unescape
 from typing import Literal, get_origin
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.machine import ROOT
 from eagle3lib.lab.params import PHASES, GenerateParams, TrainParams
-from eagle3lib.lab.phase_params import resolve
+from eagle3lib.lab.phase_params import SOURCES_VARIABLE, resolve
 
 FIELDS = [(model, name) for model in PHASES.values() for name in model.model_fields]
 
@@ -143,3 +144,19 @@ def test_addresses_are_parted_by_commas():
     cfg = GenerateParams(server=" http://a:1/, http://b:2 ,,http://a:1")
     assert cfg.servers() == ["http://a:1", "http://b:2"]
     assert GenerateParams().servers() == []
+
+
+def test_a_notebook_shows_each_parameter_with_its_help_and_where_it_came_from(monkeypatch):
+    values = {name: field.default for name, field in TrainParams.model_fields.items()}
+    in_the_lab = TrainParams.from_notebook(values | {"epochs": 3})
+    told = {line["parameter"]: line["from"] for line in in_the_lab.table()}
+    assert told == dict.fromkeys(values, "default") | {"epochs": "this notebook"}
+    monkeypatch.setenv(SOURCES_VARIABLE, '{"steps": "mine.yaml, common", "epochs": "command line"}')
+    headless = TrainParams.from_notebook(values | {"epochs": 3})
+    told = {line["parameter"]: line["from"] for line in headless.table()}
+    assert (told["steps"], told["epochs"], told["loss"]) == (
+        "mine.yaml, common", "command line", "default",
+    )  # fmt: skip
+    shown = headless._repr_html_()
+    assert all(field.description in unescape(shown) for field in TrainParams.model_fields.values())
+    assert "<b>" not in TrainParams(warm_start="<b>")._repr_html_()

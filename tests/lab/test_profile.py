@@ -153,3 +153,11 @@ def test_a_missing_profile_names_itself_and_the_known_ones(tmp_path, monkeypatch
 def test_the_shipped_profiles_load():
     for path in profile.PROFILES.glob("*.yaml"):
         load_profile(path.stem)
+
+
+def test_a_value_knows_the_section_or_the_command_line_that_set_it(load):
+    text = "common: {run: mine, epochs: 2, steps: 7}\n04_train_drafter: {epochs: 3, seed: 1}"
+    told = {line["parameter"]: line["from"] for line in load(text, "seed=2")[TRAIN].table()}
+    assert (told["run"], told["steps"]) == ("mine.yaml, common",) * 2
+    assert told["epochs"] == f"mine.yaml, {TRAIN}"
+    assert (told["seed"], told["loss"]) == ("command line", "default")
