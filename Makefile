@@ -72,8 +72,9 @@ faults: setup ## Plant every fault of the catalogue into a healthy run and print
 	@test -f outputs/faults/06_benchmark_serving/manifest.json || $(BIN)/eagle3 run params/faults.yaml
 	@$(BIN)/python tests/faults/bench.py --table outputs/.faults/table.md
 
-lab: setup ## Open JupyterLab in this environment
-	@cd notebooks && ../$(BIN)/jupyter lab
+lab: setup ## Open JupyterLab in this environment, at notebooks/welcome.ipynb
+	@PATH="$(abspath $(BIN)):$$PATH" JUPYTER_PREFER_ENV_PATH=1 \
+	  $(BIN)/jupyter lab --ServerApp.root_dir="$(CURDIR)" notebooks/welcome.ipynb
 
 report: setup ## Make the report of PROFILE's run again (PROFILE=demo)
 	@$(BIN)/eagle3 report $(PROFILE)

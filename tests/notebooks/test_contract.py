@@ -11,8 +11,9 @@ import pytest
 from eagle3lib.lab.notebooks import NOTEBOOKS, parameter_cell, write_parameter_cells
 from eagle3lib.lab.params import PHASES
 from eagle3lib.lab.profile import load_profile
+from eagle3lib.report.welcome import WELCOME
 
-FILES = sorted(NOTEBOOKS.glob("*.ipynb"))
+FILES = sorted(NOTEBOOKS.glob("[0-9]*.ipynb"))
 FORBIDDEN = re.compile(
     r"^\s*(def |class |%|!|sys\.exit|os\.chdir)|pip install|pio\.renderers", re.MULTILINE
 )
@@ -26,7 +27,7 @@ def test_there_is_one_notebook_a_phase():
     assert [f.stem for f in FILES] == list(PHASES)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", [*FILES, WELCOME], ids=lambda p: p.stem)
 def test_stripped_and_on_the_common_kernel(path):
     notebook = nbformat.read(path, as_version=4)
     assert notebook.metadata.kernelspec.name == "python3"
@@ -66,6 +67,14 @@ def test_cells_are_few_short_and_call_the_library(path):
         ]
         assert len(body) <= 12, cell.source
     assert any("assert " in c.source for c in cells), "a notebook checks what it made"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_it_shows_its_parameters_and_ends_with_what_to_look_at_next(path):
+    cells = nbformat.read(path, as_version=4).cells
+    (opens,) = [c for c in cells if "from_notebook(globals())" in c.source]
+    assert opens.source.endswith("\ncfg"), "a cell's last expression is shown"
+    assert cells[-1].source.startswith("**What to look at next:**")
 
 
 def test_parameter_cells_are_written_from_the_models():

@@ -1,0 +1,92 @@
+"""What the welcome notebook shows: the notebooks, by what they say of themselves, and the runs."""
+
+from __future__ import annotations
+
+import html
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from urllib.parse import quote
+
+from eagle3lib.lab.errors import UserError
+from eagle3lib.lab.files import read_json
+from eagle3lib.lab.notebooks import NOTEBOOKS, read_notebook
+from eagle3lib.lab.params import PHASES
+from eagle3lib.lab.run import outdated_by, outputs_root
+from eagle3lib.report.page import answer_numbers, phase_metrics
+
+WELCOME = NOTEBOOKS / "welcome.ipynb"
+
+
+class Table:
+    """Rows of HTML under a heading each; links are relative to the notebooks' folder, where
+    JupyterLab and VS Code open them."""
+
+    def __init__(self, headings: tuple[str, ...], rows: Iterable[tuple[str, ...]]):
+        self.headings, self.rows = headings, list(rows)
+
+    def _repr_html_(self) -> str:
+        head = "".join(f'<th style="text-align: left">{name}</th>' for name in self.headings)
+        cell = '<td style="text-align: left; vertical-align: top">'
+        body = "".join(
+            "<tr>" + "".join(f"{cell}{text}</td>" for text in row) + "</tr>" for row in self.rows
+        )
+        return f"<table><tr>{head}</tr>{body}</table>"
+
+
+def notebooks_table() -> Table:
+    """Every notebook with the first line and the "Takes" of its own title cell."""
+    rows = []
+    for path in sorted(NOTEBOOKS.rglob("*.ipynb"), key=lambda p: (len(p.parts), p)):
+        if path == WELCOME or ".ipynb_checkpoints" in path.parts:
+            continue
+        first = read_notebook(path).cells[0].source
+        title = first.split("\n", 1)[0].lstrip("# ")
+        takes = re.search(r"\*\*Takes\*\*(.+?)(?:[.;]\s|[.;]$|$)", " ".join(first.split()))
+        said = takes[1].strip() if takes else ""
+        rows.append((_link(path, path.stem), html.escape(title), html.escape(said)))
+    return Table(("notebook", "what it does", "takes"), rows)
+
+
+def runs_table() -> Table:
+    """Every run under ``outputs/`` with its target, how far it is, its answer and its report."""
+    rows = []
+    for manifest in sorted(outputs_root().glob("*/manifest.json")):
+        folder = manifest.parent
+        try:
+            target = str(read_json(manifest)["target"]["name"])
+            numbers = answer_numbers(phase_metrics(folder))
+        except (UserError, KeyError) as error:  # shown, so that one broken run hides no other
+            text = html.escape(f"not readable: {str(error).splitlines()[0]}")
+            rows.append((html.escape(folder.name), "", text, "", ""))
+            continue
+        answer = numbers and (
+            f"{numbers['speedup']:.2f}x at acceptance length {numbers['acceptance_length']:.2f}"
+        )
+        page = folder / "index.html"
+        report = _link(page, "page of the run") if page.exists() else f"eagle3 report {folder.name}"
+        rows.append(
+            (html.escape(folder.name), html.escape(target), _state(folder), answer or "", report)
+        )
+    if not rows:
+        rows = [("none yet", "", "", "", "eagle3 run demo")]
+    return Table(("run", "target", "state", "answer", "report"), rows)
+
+
+def _state(folder: Path) -> str:
+    """How many phases are whole, and the first that is not, or is out of date."""
+    done = [name for name in PHASES if (folder / name / "manifest.json").exists()]
+    changed = next((name for name in done if outdated_by(folder, name)), None)
+    if changed:
+        return f"{changed} is out of date"
+    if len(done) == len(PHASES):
+        return "done"
+    following = next(name for name in PHASES if name not in done)
+    started = (folder / following / "inputs.json").exists()
+    return f"{len(done)} of {len(PHASES)} done, {following} {'started' if started else 'is next'}"
+
+
+def _link(path: Path, text: str) -> str:
+    target = quote(Path(os.path.relpath(path, NOTEBOOKS)).as_posix())
+    return f'<a href="{target}">{html.escape(text)}</a>'
