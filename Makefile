@@ -74,7 +74,7 @@ faults: setup ## Plant every fault of the catalogue into a healthy run and print
 
 lab: setup ## Open JupyterLab in this environment, at notebooks/welcome.ipynb
 	@PATH="$(abspath $(BIN)):$$PATH" JUPYTER_PREFER_ENV_PATH=1 \
-	  $(BIN)/jupyter lab --ServerApp.root_dir="$(CURDIR)" notebooks/welcome.ipynb
+	  $(BIN)/jupyter lab --LabApp.default_url=/lab/tree/notebooks/welcome.ipynb
 
 report: setup ## Make the report of PROFILE's run again (PROFILE=demo)
 	@$(BIN)/eagle3 report $(PROFILE)
