@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from eagle3lib.lab.benchmark_params import BenchmarkParams
-from eagle3lib.lab.phase_params import Dtype, PhaseParams
+from eagle3lib.lab.phase_params import ENGINE_SETTINGS, Dtype, PhaseParams
 
 Loss = Literal["kl", "ce", "rkl", "tv", "lk", "hybrid"]
 PromptFormat = Literal["auto", "messages", "conversations", "prompt", "instruction", "text"]
@@ -107,7 +107,14 @@ class PlanParams(PhaseParams):
 
 class GenerateParams(PhaseParams):
     PHASE: ClassVar[str] = "01_generate_data"
-    FREE: ClassVar[tuple[str, ...]] = ("server", "concurrency", "max_reject_share", "timeout_s")
+    FREE: ClassVar[tuple[str, ...]] = (
+        "server",
+        "engine",
+        "engine_settings",
+        "concurrency",
+        "max_reject_share",
+        "timeout_s",
+    )
     GROWING: ClassVar[tuple[str, ...]] = (
         "answer_tokens",
         "answers_per_prompt",
@@ -157,6 +164,8 @@ class GenerateParams(PhaseParams):
     timeout_s: float = Field(600.0, gt=0, description="longest wait for one answer, in seconds")
     dtype: Dtype = Field("bfloat16", description="bfloat16 or float32, as served")
     max_model_len: int = Field(1024, ge=16, description="longest conversation served, in tokens")
+    engine: Literal["vllm", "sglang"] = Field("vllm", description="vllm or sglang, when one starts")
+    engine_settings: str = Field("", description=ENGINE_SETTINGS)
     trust_remote_code: bool = Field(
         False, description="run the code that a tokenizer brings with it, Kimi's does"
     )
@@ -187,7 +196,12 @@ class GenerateParams(PhaseParams):
 
 class CaptureParams(PhaseParams):
     PHASE: ClassVar[str] = "02_capture_hidden_states"
-    FREE: ClassVar[tuple[str, ...]] = ("device", "batch_tokens", "min_teacher_agreement")
+    FREE: ClassVar[tuple[str, ...]] = (
+        "device",
+        "engine_settings",
+        "batch_tokens",
+        "min_teacher_agreement",
+    )
     UPSTREAM: ClassVar[tuple[str, ...]] = ("01_generate_data",)
 
     dtype: Dtype = Field(
@@ -196,6 +210,7 @@ class CaptureParams(PhaseParams):
     source: Literal["transformers", "vllm"] = Field(
         "transformers", description="transformers in this process, or vllm, a server beside it"
     )
+    engine_settings: str = Field("", description=ENGINE_SETTINGS)
     device: str = Field("auto", description="auto, cpu, cuda or cuda:1, for source transformers")
     trust_remote_code: bool = Field(
         False, description="run the Python files of the target's folder; read them before"
@@ -291,6 +306,9 @@ class TrainParams(PhaseParams):
     drafter_kind: Literal["auto", "llama", "mla"] = Field(
         "auto", description="auto (the target's kind of attention), llama or mla"
     )
+    intermediate_size: int = Field(
+        0, ge=0, description="width of the drafter's MLP, 0 is the target's"
+    )
     fc_norm: bool = Field(False, description="EAGLE 3.1: norm every slot before fc")
     norm_output: bool = Field(False, description="EAGLE 3.1: feed the normed state back")
     norm_before_fc: bool = Field(False, description="norm the slots together before fc")
@@ -318,6 +336,13 @@ class TrainParams(PhaseParams):
         "none", description="none, trackio, tensorboard or wandb, beside metrics.jsonl"
     )
     seed: int = Field(0, ge=0, description="seed of weights and of the order of rows")
+
+    @field_validator("intermediate_size")
+    @classmethod
+    def _a_warm_start_has_its_own_width(cls, value: int, info: ValidationInfo) -> int:
+        if value and info.data.get("warm_start"):
+            raise ValueError("a warm start keeps the width of its checkpoint: leave it at 0")
+        return value
 
     @field_validator("nodes")
     @classmethod
