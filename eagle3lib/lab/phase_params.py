@@ -12,7 +12,7 @@ from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.machine import ROOT
 
 Dtype = Literal["bfloat16", "float32"]
-ENGINE_SETTINGS = "words of eagle3 serve (listed by eagle3 serve --settings), empty is none"
+ENGINE_SETTINGS = "NAME-and-value words, see eagle3 serve --settings"
 _FILE_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".txt", ".gz", ".zst")
 
 
