@@ -11,7 +11,6 @@ import typer
 
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.finding import Finding, by_severity, raise_errors
-from eagle3lib.lab.profile import parse_arguments
 from eagle3lib.target.smollm2 import NAME
 
 if TYPE_CHECKING:
@@ -44,13 +43,13 @@ def serve(
     from eagle3lib.engine.launch import EngineServer
     from eagle3lib.engine.preflight import check_preflight
     from eagle3lib.engine.servers import servers_folder
-    from eagle3lib.engine.settings import ServeParams
+    from eagle3lib.engine.settings import ServeParams, split_words
 
     if settings:
         for name, info in ServeParams.model_fields.items():
             print(f"  {name:28} {info.default!r:14} {info.description}")
         return
-    values, flags = _split(words or [])
+    values, flags = split_words(words or [])
     params = ServeParams.checked(values)
     config = params.config(_folder(target), flags)
     stamp = time.strftime("%Y%m%d-%H%M%S")
@@ -71,19 +70,6 @@ def serve(
         say=lambda text: print(text, flush=True),
     )
     _run(server)
-
-
-def _split(words: list[str]) -> tuple[dict[str, object], tuple[str, ...]]:
-    """NAME=VALUE words, and from the first word with a dash on the engine's own flags."""
-    at = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
-    for word in words[:at]:
-        if "=" not in word:
-            raise UserError(
-                f"{word!r} is not NAME=VALUE",
-                where="the command line",
-                next="eagle3 serve --settings lists the names; flags of the engine come after --",
-            )
-    return parse_arguments(words[:at])[1], tuple(words[at:])
 
 
 def _folder(target: str) -> Path:

@@ -36,6 +36,7 @@ from eagle3lib.data.turns import Conversation, Sampling
 from eagle3lib.engine.client import Client
 from eagle3lib.engine.launch import EngineConfig, EngineServer
 from eagle3lib.engine.pool import Pool
+from eagle3lib.engine.settings import with_settings
 from eagle3lib.lab.files import read_jsonl
 from eagle3lib.lab.params import GenerateParams
 from eagle3lib.lab.run import Phase
@@ -118,9 +119,15 @@ def target_server(
         clients = [Client(u, timeout_s=cfg.timeout_s, renderer=renderer) for u in cfg.servers()]
         yield Pool(clients, give_up_s=_OTHERS_GIVE_UP_S)
         return
-    engine = EngineConfig(target, cfg.dtype, cfg.max_model_len, max_num_seqs=cfg.concurrency)
+    engine = EngineConfig(
+        target, cfg.dtype, cfg.max_model_len, max_num_seqs=cfg.concurrency, engine=cfg.engine
+    )
+    engine = with_settings(engine, cfg.engine_settings, "01_generate_data.engine_settings")
+    # SGLang's chat API tells no token ids: the prompt is rendered here.
+    renderer = target_renderer(target) if cfg.engine == "sglang" else None
     with EngineServer(engine, log=log, say=say) as server:
-        yield Pool([Client(server.url, timeout_s=cfg.timeout_s)], give_up_s=_OWN_GIVE_UP_S)
+        client = Client(server.url, timeout_s=cfg.timeout_s, renderer=renderer)
+        yield Pool([client], give_up_s=_OWN_GIVE_UP_S)
 
 
 def answer_all(phase: Phase, cfg: GenerateParams, sets: PromptSets, target: Path) -> dict[str, Any]:
@@ -135,7 +142,7 @@ def answer_all(phase: Phase, cfg: GenerateParams, sets: PromptSets, target: Path
     rejects = sets.rejects + (taken.rejects if taken else [])
     before = read_answers(phase.folder)
     started = time.perf_counter()
-    with target_server(cfg, target, phase.log_file("vllm"), phase.note) as servers:
+    with target_server(cfg, target, phase.log_file(cfg.engine), phase.note) as servers:
         ready_s = time.perf_counter() - started
         made = _answer_heldout(phase, sets, servers, before, options)
         if not taken:

@@ -152,10 +152,12 @@ class DrafterConfig:
         *,
         kind: Literal["auto", "llama", "mla"] = "auto",
         slots: tuple[int, ...] | None = None,
+        intermediate_size: int = 0,
         **options: bool,
     ) -> DrafterConfig:
         """One layer in the shape of the target's own (the rotary embedding is copied, never
-        guessed). ``kind`` "auto" takes the target's; ``options`` are those of ``OPTIONS``.
+        guessed). ``kind`` "auto" takes the target's, ``intermediate_size`` 0 too; ``options`` are
+        those of ``OPTIONS``.
 
         A Llama-type drafter of an MLA target has heads as wide as the target's values. Raises
         ``UserError`` for an MLA-type drafter of a target without latent attention.
@@ -169,7 +171,7 @@ class DrafterConfig:
             )
         return cls(
             hidden_size=c["hidden_size"],
-            intermediate_size=c["intermediate_size"],
+            intermediate_size=intermediate_size or c["intermediate_size"],
             **heads_of(c, latent, latent if kind != "llama" else None),
             rms_norm_eps=c["rms_norm_eps"],
             rope_parameters=rope_parameters(c, "the target's config.json"),

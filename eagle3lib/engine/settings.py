@@ -1,7 +1,12 @@
-"""Parameters of ``eagle3 serve``: type, default and help, as for the phases."""
+"""Parameters of ``eagle3 serve``: type, default and help, as for the phases.
+
+A phase that starts an engine takes the same words as one text (``with_settings``).
+"""
 
 from __future__ import annotations
 
+import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -10,8 +15,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from eagle3lib.engine.command import LOOPBACK
 from eagle3lib.engine.config import EngineConfig
 from eagle3lib.lab.errors import UserError
+from eagle3lib.lab.profile import parse_arguments
 
 _OF_THE_SERVER = ("host", "port", "deadline_s", "stall_s", "log")
+# What a phase has parameters of its own for, or must keep equal between its arms.
+_OF_THE_PHASE = ("engine", "dtype", "max_model_len", "max_num_seqs", "drafter", "drafter_dtype")
+_OF_THE_PHASE += ("num_speculative_tokens", "prefix_cache", "trust_remote_code")
 
 
 class ServeParams(BaseModel):
@@ -50,14 +59,12 @@ class ServeParams(BaseModel):
     log: str = Field("", description="its log file; empty: in outputs/.servers")
 
     @classmethod
-    def checked(cls, values: dict[str, Any]) -> Self:
+    def checked(cls, values: dict[str, Any], where: str = "the command line") -> Self:
         try:
             return cls.model_validate(values)
         except ValidationError as error:
             lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
-            raise UserError(
-                "\n".join(lines), where="the command line", next="eagle3 serve --settings"
-            ) from None
+            raise UserError("\n".join(lines), where=where, next="eagle3 serve --settings") from None
 
     def config(self, target: Path, flags: tuple[str, ...] = ()) -> EngineConfig:
         """The engine's settings; ``flags`` are passed through as they are."""
@@ -68,3 +75,41 @@ class ServeParams(BaseModel):
         if self.drafter:
             given["drafter"] = Path(self.drafter)
         return EngineConfig(target=target, extra_flags=flags, **given)
+
+
+def split_words(
+    words: list[str], where: str = "the command line"
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """NAME=VALUE words, and from the first word with a dash on the engine's own flags."""
+    at = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
+    for word in words[:at]:
+        if "=" not in word:
+            raise UserError(
+                f"{word!r} is not NAME=VALUE",
+                where=where,
+                next="eagle3 serve --settings lists the names; flags of the engine come after --",
+            )
+    flags = words[at + 1 :] if words[at : at + 1] == ["--"] else words[at:]
+    return parse_arguments(words[:at])[1], tuple(flags)
+
+
+def with_settings(config: EngineConfig, text: str, where: str) -> EngineConfig:
+    """``config`` with the settings of ``text`` ("memory_share=0.4 -- --flag") on top.
+
+    Raises ``UserError`` naming ``where`` for words that ``eagle3 serve`` would refuse too, and for
+    what the phase has parameters of its own for.
+    """
+    try:
+        values, flags = split_words(shlex.split(text), where)
+    except ValueError as error:  # an open quotation mark
+        raise UserError(f"{text!r}: {error}", where=where) from None
+    taken = sorted(set(values) & {*_OF_THE_PHASE, *_OF_THE_SERVER})
+    if taken:
+        raise UserError(
+            f"{', '.join(taken)} among the engine's settings",
+            expected="parameters of the phase for these",
+            where=where,
+        )
+    params = ServeParams.checked(values, where)
+    given = {name: getattr(params, name) for name in values}
+    return replace(config, **given, extra_flags=config.extra_flags + flags)

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from eagle3lib.lab.phase_params import Dtype, PhaseParams, numbers_of
+from eagle3lib.lab.phase_params import ENGINE_SETTINGS, Dtype, PhaseParams, numbers_of
 
 
 class BenchmarkParams(PhaseParams):
@@ -23,6 +23,8 @@ class BenchmarkParams(PhaseParams):
     dtype: Dtype = Field("bfloat16", description="bfloat16 or float32, as served")
     max_model_len: int = Field(1024, ge=16, description="longest conversation served, in tokens")
     compile: bool = Field(False, description="let the engine compile its graphs, slow to start")
+    vllm_settings: str = Field("", description=ENGINE_SETTINGS)
+    sglang_settings: str = Field("", description=ENGINE_SETTINGS)
     reference_drafter: str = Field("", description="folder of a known-good drafter, a second arm")
     reference_acceptance_length: float = Field(
         1.2, ge=1, description="least of the reference drafter, its gate"

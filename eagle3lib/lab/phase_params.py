@@ -24,6 +24,7 @@ from eagle3lib.lab.machine import ROOT
 Dtype = Literal["bfloat16", "float32"]
 # What `eagle3 run` tells a notebook: JSON of parameter -> where its value comes from.
 SOURCES_VARIABLE = "EAGLE3_PARAMETER_SOURCES"
+ENGINE_SETTINGS = "NAME-and-value words, see eagle3 serve --settings"
 _FILE_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".txt", ".gz", ".zst")
 
 

@@ -12,6 +12,7 @@ from eagle3lib.data.rows import AnswerRow
 from eagle3lib.engine.client import Asked, Client, Thinking
 from eagle3lib.engine.launch import EngineConfig, EngineServer
 from eagle3lib.engine.records import BrokenRecord, chunk_counts
+from eagle3lib.engine.settings import with_settings
 from eagle3lib.engine.stream import Streamed, stream_chat, stream_ids
 from eagle3lib.lab.params import BenchmarkParams
 from eagle3lib.lab.phase_params import numbers_of
@@ -31,7 +32,7 @@ def engine_config(
 ) -> EngineConfig:
     """What an arm's server is started with; arms of one engine and K differ in the drafter alone.
     No prefix cache: a prompt asked twice costs twice."""
-    return EngineConfig(
+    config = EngineConfig(
         target,
         cfg.dtype,
         cfg.max_model_len,
@@ -42,6 +43,8 @@ def engine_config(
         threads=threads,
         engine=cast(Literal["vllm", "sglang"], engine),
     )
+    name = f"{engine}_settings"
+    return with_settings(config, getattr(cfg, name), f"06_benchmark_serving.{name}")
 
 
 @dataclass

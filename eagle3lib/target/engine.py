@@ -28,6 +28,7 @@ from torch import Tensor
 
 from eagle3lib.engine.config import SERVED_NAME, EngineConfig
 from eagle3lib.engine.launch import EngineServer
+from eagle3lib.engine.settings import with_settings
 from eagle3lib.lab.errors import UserError
 from eagle3lib.target.folder import Target
 
@@ -80,6 +81,7 @@ class FromVllm:
     max_model_len: int  # of the longest row and the one token that is asked for
     at_once: int = 8
     extra_flags: tuple[str, ...] = ()
+    settings: str = ""  # of ``eagle3 serve``
     say: Callable[[str], None] = print
     cells: int = 0
     _server: EngineServer | None = field(default=None, init=False)
@@ -99,6 +101,7 @@ class FromVllm:
             on_gpu=on_gpu,
             extra_flags=self.extra_flags,
         )
+        config = with_settings(config, self.settings, "02_capture_hidden_states.engine_settings")
         self._server = EngineServer(config, log=self.work / "vllm.log", say=self.say)
         try:
             self._server.start()

@@ -61,7 +61,14 @@ def _source(
         # One more than the longest row: the engine must answer a token to it.
         flags = ("--trust-remote-code",) if cfg.trust_remote_code else ()
         return FromVllm(
-            target, slots, cfg.dtype, work, longest + 1, extra_flags=flags, say=phase.note
+            target,
+            slots,
+            cfg.dtype,
+            work,
+            longest + 1,
+            extra_flags=flags,
+            settings=cfg.engine_settings,
+            say=phase.note,
         )
     device = best_device(cfg.device)
     return InProcess(target, slots, cfg.dtype, cfg.batch_tokens, device, cfg.trust_remote_code)

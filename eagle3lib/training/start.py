@@ -29,7 +29,12 @@ def new_drafter(
     """
     options = {name: getattr(cfg, name) for name in OPTIONS}
     config = DrafterConfig.for_target(
-        target.config, len(vocab.d2t), kind=cfg.drafter_kind, slots=slots, **options
+        target.config,
+        len(vocab.d2t),
+        kind=cfg.drafter_kind,
+        slots=slots,
+        intermediate_size=cfg.intermediate_size,
+        **options,
     )
     generator = torch.Generator().manual_seed(cfg.seed)
     drafter = Drafter(config)

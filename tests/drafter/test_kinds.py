@@ -209,6 +209,13 @@ def test_for_target_makes_a_llama_type_of_an_mla_target():
     assert (c.kind, c.head_dim, c.num_key_value_heads, c.slots) == ("llama", 10, 4, (1, 9))
 
 
+@pytest.mark.parametrize(("asked", "made"), [(0, 96), (40, 40)])
+def test_the_mlp_is_as_wide_as_asked_or_as_the_targets(asked, made):
+    c = DrafterConfig.for_target(mla_target(), 120, intermediate_size=asked)
+    assert Drafter(c).midlayer.mlp.gate_proj.weight.shape == (made, 64)
+    assert c.as_hf_config("float32")["intermediate_size"] == made
+
+
 def test_for_target_makes_no_mla_of_a_target_without_latent_attention(tiny_target):
     with pytest.raises(UserError, match="latent attention"):
         DrafterConfig.for_target(tiny_target.config, 120, kind="mla")

@@ -38,7 +38,11 @@ def trained(target, head, rows, states, slots):
     counts = count_tokens(ids[n:].tolist() for ids, n in rows)
     vocab = build_vocab_map(counts, target.vocab_size, 512, target.stop_ids())
     config = DrafterConfig.for_target(
-        target.config, 512, slots=slots, **dict.fromkeys(OPTIONS, True)
+        target.config,
+        512,
+        slots=slots,
+        intermediate_size=1024,  # not the target's
+        **dict.fromkeys(OPTIONS, True),
     )
     torch.manual_seed(0)
     drafter = Drafter(config)
