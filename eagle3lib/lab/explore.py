@@ -11,7 +11,6 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from eagle3lib.lab.errors import UserError
-from eagle3lib.lab.files import read_json
 from eagle3lib.lab.phase_params import NotebookParams
 from eagle3lib.lab.run import run_folder
 
@@ -86,8 +85,3 @@ def finished_run(run: str, *phases: str) -> Path:
             next=f"eagle3 run PROFILE run={run} {numbers}   (PROFILE: the run's own, such as demo)",
         )
     return folder
-
-
-def run_target(folder: Path) -> str:
-    """The name of a run's target, as its manifest has it."""
-    return str(read_json(folder / "manifest.json")["target"]["name"])
