@@ -73,6 +73,20 @@ def open_target(name: str) -> Target:
     return Target(name, folder, {**raw, **text}, _fingerprint(folder), wrapper)
 
 
+def target_of_run(folder: Path) -> Target:
+    """The target that a run is bound to. Raises ``UserError`` when it changed since."""
+    bound = read_json(folder / "manifest.json")["target"]
+    target = open_target(bound["name"])
+    if target.fingerprint != bound["fingerprint"]:
+        raise UserError(
+            f"target {target.name!r} has changed since the run was made",
+            expected=f"fingerprint {bound['fingerprint']}, found {target.fingerprint}",
+            where=target.folder,
+            next="point to the target of then, or make another run",
+        )
+    return target
+
+
 def _find(name: str) -> Path:
     if name == smollm2.NAME:
         return smollm2.smollm2_folder()
