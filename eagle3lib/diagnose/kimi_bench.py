@@ -60,16 +60,11 @@ from eagle3lib.training.start import trained_drafter
 Kind = Literal["llama", "mla"]
 KINDS: tuple[Kind, ...] = ("llama", "mla")
 # Several engines on one GPU: each is told its cache, none measures what the others left free.
-ENGINE_FLAGS = {
-    "vllm": ("--language-model-only", "--kv-cache-memory-bytes", "2147483648"),
-    "sglang": (
-        "--skip-server-warmup",
-        "--mm-attention-backend",
-        "sdpa",
-        "--max-total-tokens",
-        "65536",
-    ),
-}
+ENGINE_FLAGS: dict[str, tuple[str, ...]] = {
+    "vllm": ("--language-model-only", "--kv-cache-memory-bytes", str(2 * 2**30)),
+    "sglang": ("--skip-server-warmup", "--mm-attention-backend", "sdpa",
+               "--max-total-tokens", "65536"),
+}  # fmt: skip
 _TRAIN_DEADLINE_S = 900.0
 _MODEL_LEN = 1024  # tokens of prompt and answer, as served
 _SIZE, _TRAINING = Size(), TargetTraining(150.0)
@@ -155,7 +150,8 @@ def make_answers(b: Bench) -> dict[str, Any]:
     asked = held + [p for p in first.values() if p.split == "train"][: b.prompts]
     target = b.served()
     sampling = Sampling(b.max_new_tokens, 0.0, train_on_cut=True, stop_ids=tuple(target.stop_ids()))
-    with EngineServer(b.engine("vllm", None, b.concurrency), b.work / "answers.log") as server:
+    config, log = b.engine("vllm", None, b.concurrency), b.work / "answers.log"
+    with EngineServer(config, log, fallback=b.fallback) as server:
         started = time.perf_counter()
         made = generate_answers(
             asked, Client(server.url), b.work / "answers", sampling, concurrency=b.concurrency,

@@ -124,8 +124,8 @@ def test_vllms_rounds_are_the_simulators_with_both_kinds_of_drafter(made, monkey
     rows = rows_of(model, chat, 40)
     b = Bench(
         folder, size=SIZE, dtype="float32", int4=False, heldout=6, max_new_tokens=40,
-        draft_vocab_size=256, engines=("vllm",), kinds=KINDS, flags={"vllm": ("--language-model-only",)}, fallback=False,
-        starts_at_once=1,
+        draft_vocab_size=256, engines=("vllm",), kinds=KINDS, fallback=False,
+        flags={"vllm": ("--language-model-only",)}, starts_at_once=1,
         drafter=TrainParams(epochs=60, steps=3, batch_tokens=5000, checkpoint_every=60,
                             precision="float32", learning_rate=2e-3),
     )  # fmt: skip
