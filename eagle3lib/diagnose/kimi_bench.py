@@ -298,6 +298,27 @@ def compare_all(b: Bench) -> dict[str, Any]:
     return out
 
 
+def summary_rows(b: Bench) -> list[dict[str, Any]]:
+    """One line an arm: what the engine counted beside the simulator, and its speed beside the
+    engine alone."""
+    served, compared = (read_json(b.work / f"{name}.json") for name in ("serve", "compare"))
+    lines = []
+    for engine in b.engines:
+        alone = served.get(Arm(engine, None).name, {}).get("tokens_per_s")
+        for kind in b.kinds:
+            name = Arm(engine, kind).name
+            told, speed = compared.get(name), served[name].get("tokens_per_s")
+            line = {"arm": name, "version": served[name].get("version"), "tokens_per_s": speed,
+                    "speed_up": round(speed / alone, 2) if speed and alone else None}  # fmt: skip
+            if told:
+                line |= {side: told[side]["acceptance_length"] for side in ("engine", "simulator")}
+                line |= {
+                    k: told[k] for k in ("rounds_equal", "rounds_compared", "largest_parted_gap")
+                }
+            lines.append(line | {"failed": served[name].get("failed")})
+    return lines
+
+
 def _summed(rows: list[RequestRow]) -> dict[str, int]:
     """The engine's own counters of these requests, beside the rounds read from chunks."""
     told = [r.counts for r in rows if r.counts]

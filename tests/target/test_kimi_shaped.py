@@ -134,8 +134,9 @@ def test_vllms_rounds_are_the_simulators_with_both_kinds_of_drafter(made, monkey
     lines = b"".join(json_line(asdict(row)) for row in both)
     (folder / "answers" / "answers.jsonl").write_bytes(lines)
     print(train_drafters(b))
-    print(serve_all(b))
-    for arm, found in compare_all(b).items():
+    served, compared = serve_all(b), compare_all(b)
+    assert list(compared) == ["vllm llama", "vllm mla"], served
+    for arm, found in compared.items():
         print(arm, found)
         assert found["rounds_equal"] == found["rounds_compared"] > 20
         assert found["engine"]["acceptance_length"] > 1.3, "too few accepted to tell anything"
