@@ -50,7 +50,7 @@ class Size:
     q_lora_rank: int = 256
     dense_width: int = 1536
     expert_width: int = 256
-    experts: int = 16
+    experts: int = 32
     active: int = 4
     positions: int = 2048
 
