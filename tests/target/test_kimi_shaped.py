@@ -9,11 +9,17 @@ from safetensors.torch import load_file
 from tiny import save_target
 
 from eagle3lib.data.rows import AnswerRow, json_line
-from eagle3lib.diagnose.kimi_bench import Bench, compare_all, serve_all, train_drafters
+from eagle3lib.diagnose.kimi_bench import (
+    Bench,
+    compare_all,
+    serve_all,
+    summary_rows,
+    train_drafters,
+)
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.params import TrainParams
 from eagle3lib.target.folder import open_target
-from eagle3lib.target.int4 import KIMI_IGNORES, pack_int4
+from eagle3lib.target.int4 import KIMI_IGNORES, pack_int4, quantised
 from eagle3lib.target.kimi_shaped import Size, new_text_tower, save_kimi_shaped
 from eagle3lib.target.model import load_target
 from eagle3lib.training.small_target import TargetTraining, train_small_target
@@ -73,7 +79,9 @@ def test_int4_is_near_and_leaves_all_but_routed_experts(made):
     assert 0 < gap < 0.5 * logits(model).std()
 
 
-def test_a_weight_that_does_not_divide_is_refused(made, tmp_path):
+def test_what_can_not_be_packed_is_refused(made, tmp_path):
+    with pytest.raises(UserError, match=r"shape \(4, 40\) can't be packed"):
+        quantised(torch.randn(4, 40))
     with pytest.raises(UserError, match="no weight has 'nobody'"):
         pack_int4(made[1] / "target", tmp_path / "x", "nobody", KIMI_IGNORES)
 
@@ -111,6 +119,19 @@ def test_the_rate_rises_and_falls_to_nothing_within_the_budget():
     assert max(rates) == how.learning_rate and rates[0] == rates[-1] == 0
     peak = rates.index(max(rates))
     assert rates[:peak] == sorted(rates[:peak]) and rates[-300:] == sorted(rates[-300:])[::-1]
+
+
+def test_the_summary_sets_each_arm_beside_its_own_engine_alone(tmp_path):
+    served = {"vllm alone": {"tokens_per_s": 100.0}, "vllm llama": {"tokens_per_s": 150.0},
+              "vllm mla": {"failed": "why"}}  # fmt: skip
+    lengths = {"engine": {"acceptance_length": 1.5}, "simulator": {"acceptance_length": 1.4},
+               "rounds_equal": 9, "rounds_compared": 10, "largest_parted_gap": None}  # fmt: skip
+    for name, told in (("serve", served), ("compare", {"vllm llama": lengths})):
+        (tmp_path / f"{name}.json").write_text(json.dumps(told))
+    alone, llama, mla = summary_rows(Bench(tmp_path, engines=("vllm",)))
+    assert (alone["speed_up"], llama["speed_up"], mla["speed_up"]) == (1.0, 1.5, None)
+    assert (llama["engine"], llama["simulator"], llama["rounds_equal"]) == (1.5, 1.4, 9)
+    assert mla["failed"] == "why" and "engine" not in mla
 
 
 @pytest.fixture(scope="module")
