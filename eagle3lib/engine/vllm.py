@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
 import shutil
+import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -59,8 +61,24 @@ def _speculation(config: EngineConfig) -> list[str]:
         speculative["quantization"] = config.drafter_quantization
     if config.drafter_attention_backend is not None:
         speculative["attention_backend"] = config.drafter_attention_backend
-    record = ["--per-request-spec-decode-metrics", "detailed"]
+    # vLLM 0.26 keeps no record of a request's rounds: there a lone request's chunks tell them.
+    known = _knows_argument(interpreter("vllm"), "per_request_spec_decode_metrics")
+    record = ["--per-request-spec-decode-metrics", "detailed"] if known else []
     return ["--speculative-config", json.dumps(speculative), *record]
+
+
+@functools.cache
+def _knows_argument(python: str, name: str) -> bool:
+    """Whether the vLLM of an interpreter takes an argument, by its source (importing it takes
+    seconds). True where there is none to ask: its start will say so."""
+    ask = (
+        "import importlib.util as u, pathlib, sys\n"
+        "s = u.find_spec('vllm')\n"
+        "f = s and pathlib.Path(s.submodule_search_locations[0], 'engine', 'arg_utils.py')\n"
+        "print('lacks' if f and f.exists() and sys.argv[1] not in f.read_text() else 'knows')\n"
+    )
+    done = subprocess.run([python, "-c", ask, name], capture_output=True, text=True, timeout=60)
+    return "lacks" not in done.stdout
 
 
 def environment(threads: int, config: EngineConfig) -> dict[str, str]:

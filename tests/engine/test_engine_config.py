@@ -37,6 +37,20 @@ def test_every_setting_reaches_vllm():
     ]  # fmt: skip
 
 
+def test_an_older_vllm_is_not_asked_for_a_record_that_it_lacks(tmp_path, monkeypatch):
+    """vLLM 0.26 dies at an argument that it does not know."""
+    engine = tmp_path / "vllm" / "engine"
+    engine.mkdir(parents=True)
+    (engine.parent / "__init__.py").touch()
+    (engine / "arg_utils.py").write_text("num_speculative_tokens: int\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    vllm._knows_argument.cache_clear()
+    flags = vllm.flags(FULL)
+    vllm._knows_argument.cache_clear()
+    assert "--per-request-spec-decode-metrics" not in flags
+    assert "--speculative-config" in flags
+
+
 def test_every_setting_reaches_sglang():
     assert sglang.flags(FULL) == [
         "--model-path", "/t", "--served-model-name", "target", "--dtype", "bfloat16",

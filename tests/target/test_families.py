@@ -6,11 +6,12 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import FAMILIES, GROUP, IMAGE_ID, quantised, save_target
+from tiny import FAMILIES, IMAGE_ID, save_target
 
 from eagle3lib.lab.errors import UserError
 from eagle3lib.target.capture import capture, forward_states, teacher_agreement
 from eagle3lib.target.folder import open_target
+from eagle3lib.target.int4 import GROUP, quantised
 from eagle3lib.target.layers import all_states
 from eagle3lib.target.model import (
     TargetHead,

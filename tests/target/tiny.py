@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from eagle3lib.target.int4 import KIMI_IGNORES, pack_int4
+
 VOCAB = 320
 IMAGE_ID = 300
-GROUP = 32
 _COMMON = {
     "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 6,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5,
@@ -119,7 +120,9 @@ def save_target(folder: Path, family: str, seed: int = 0) -> Path:
     if family.startswith(("deepseek", "kimi")):
         _as_served(folder)
     if family.endswith("int4"):
-        _pack_int4(folder, ".experts." if family.startswith("kimi") else "_proj.")
+        experts = family.startswith("kimi")
+        ignore = KIMI_IGNORES if experts else ("lm_head",)
+        pack_int4(folder, folder, ".experts." if experts else "_proj.", ignore)
     if family == "kimi_k2":
         _edit(folder, lambda c: c | {"model_type": "kimi_k2"})
     if family.startswith("kimi_k25"):
@@ -155,42 +158,6 @@ def _wrap(folder: Path) -> None:
     renamed = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
     renamed["vision_tower.encoder.blocks.0.norm0.weight"] = torch.ones(8)
     save_file(renamed, folder / "model.safetensors", {"format": "pt"})
-
-
-def _pack_int4(folder: Path, of: str) -> None:
-    """compressed-tensors, pack-quantized: linear weights with ``of`` in their names get 4 bits and
-    a scale for 32 in a row (Kimi-K2.5: the routed experts alone); the rest stays as it is."""
-    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
-
-    tensors, packed = load_file(folder / "model.safetensors"), {}
-    for name, weight in tensors.items():
-        base = name.removesuffix("weight")
-        if of not in name:
-            packed[name] = weight
-            continue
-        values, scale = quantised(weight)
-        packed[f"{base}weight_packed"] = pack_to_int32(values, 4)
-        packed[f"{base}weight_scale"] = scale
-        packed[f"{base}weight_shape"] = torch.tensor(weight.shape)
-    save_file(packed, folder / "model.safetensors", {"format": "pt"})
-    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group",
-               "group_size": GROUP}  # fmt: skip
-    kimi = ["re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|down)_proj.*"]
-    ignored = ["lm_head", *(kimi if "experts" in of else [])]
-    told = {
-        "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ignored,
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
-    }  # fmt: skip
-    _edit(folder, lambda c: c | {"quantization_config": told})
-
-
-def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(values int8 [out, in] from -8 to 7, scale [out, in / 32]) of a weight [out, in]."""
-    parts = weight.unflatten(1, (-1, GROUP))
-    scale = parts.abs().amax(-1) / 7
-    values = (parts / scale[..., None]).round().clamp(-8, 7).flatten(1).to(torch.int8)
-    return values, scale
 
 
 def _save_tokenizer(folder: Path) -> None:
