@@ -91,6 +91,15 @@ def test_the_report_of_a_target_without_a_template_says_so_and_counts_on(tmp_pat
     assert json.loads(json.dumps(report)) == report
 
 
+def test_of_many_rows_some_are_looked_at_evenly_and_lengths_are_of_all(tmp_path):
+    rows = [answer(f"word{i} b c d e") for i in range(10)]
+    report = data_report(rows, tmp_path, [2], most_rows=5)
+    assert (report["rows"], report["rows_looked_at"]) == (10, 5)
+    seen = {run["words"].split()[0] for run in report["common_runs"]}
+    assert seen == {"word0", "word2", "word4", "word6", "word8"}
+    assert report["lengths"] == lengths(rows)
+
+
 def test_a_run_counts_once_an_answer_however_often_it_stands_there():
     rows = [answer("a b c d e " * 9), answer("x a b c d e"), answer("something else")]
     table = top_ngrams(rows, size=5, most=1)
