@@ -37,8 +37,8 @@ def data_report(
 ) -> dict[str, Any]:
     """All counts of the report, as phase 01 keeps them in its metrics.
 
-    ``template_problem`` says why prompts could not be taken apart, "" when they could. A row costs a
-    few milliseconds, so of more than ``most_rows`` that many are looked at, evenly picked
+    ``template_problem`` says why prompts could not be taken apart, "" when they could. A row costs
+    a few milliseconds, so of more than ``most_rows`` that many are looked at, evenly picked
     (``rows_looked_at``); lengths are of all.
     """
     everything, rows = rows, evenly(rows, most_rows)

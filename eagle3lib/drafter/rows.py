@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from itertools import accumulate
 
 import torch
 from jaxtyping import Int64
 from torch import Tensor
 
 from eagle3lib.drafter.align import base_positions, base_span
+from eagle3lib.target.transfer import upload
 
 
 @dataclass(frozen=True)
@@ -32,12 +34,12 @@ class PackedRows:
         """``rows``: token ids of each conversation; ``prompt_tokens``: how many of them are
         prompt."""
         lengths = [len(row) for row in rows]
-        starts = [sum(lengths[:i]) for i in range(len(rows))]
+        starts = [0, *accumulate(lengths)][:-1]
         bases = [
             base_positions(base_span(n, t)) for n, t in zip(prompt_tokens, lengths, strict=True)
         ]
         counts = [len(b) for b in bases]
-        first_base = [sum(counts[:i]) for i in range(len(rows))]
+        first_base = [0, *accumulate(counts)][:-1]
         return cls(
             token_ids=torch.cat(rows),
             position=torch.cat([torch.arange(t) for t in lengths]),
@@ -53,7 +55,7 @@ class PackedRows:
         device = torch.device(device)
         if self.token_ids.device == device:
             return self
-        return PackedRows(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
+        return PackedRows(**{f.name: upload(getattr(self, f.name), device) for f in fields(self)})
 
 
 def _table(starts: list[int], counts: list[int]) -> Tensor:

@@ -19,6 +19,7 @@ from eagle3lib.lab.phase_params import ENGINE_SETTINGS, Dtype, PhaseParams
 from eagle3lib.lab.plan_params import PlanParams
 
 Loss = Literal["kl", "ce", "rkl", "tv", "lk", "hybrid"]
+States = Literal["disk", "live"]
 PromptFormat = Literal["auto", "messages", "conversations", "prompt", "instruction", "text"]
 
 
@@ -121,6 +122,9 @@ class CaptureParams(PhaseParams):
     )
     UPSTREAM: ClassVar[tuple[str, ...]] = ("01_generate_data",)
 
+    states: States = Field(
+        "disk", description="disk, or live (a few are stored as a proof, training makes its own)"
+    )
     dtype: Dtype = Field(
         "bfloat16", description="bfloat16 or float32, of the target and the states"
     )
@@ -174,6 +178,8 @@ class TrainParams(PhaseParams):
         "accumulate",
         "recompute",
         "checkpoint_every_s",
+        "max_minutes",
+        "target_batch_tokens",
         "device",
         "sharding",
         "processes",
@@ -182,8 +188,18 @@ class TrainParams(PhaseParams):
         "tracker",
     )
     FILES: ClassVar[tuple[str, ...]] = ("warm_start",)
-    UPSTREAM: ClassVar[tuple[str, ...]] = ("02_capture_hidden_states", "03_build_vocab_map")
+    UPSTREAM: ClassVar[tuple[str, ...]] = (
+        "01_generate_data",
+        "02_capture_hidden_states",
+        "03_build_vocab_map",
+    )
 
+    states: States = Field(
+        "disk", description="disk (of phase 02), or live, made by the target as they are needed"
+    )
+    target_batch_tokens: int = Field(
+        32768, ge=1, description="tokens in one forward of the target, for live states"
+    )
     epochs: int = Field(12, ge=1, description="passes over the training answers")
     steps: int = Field(
         4, ge=1, le=16, description="training-time-test steps, 7 is the general choice"
@@ -236,6 +252,9 @@ class TrainParams(PhaseParams):
     checkpoint_every: int = Field(1, ge=1, description="epochs between evaluations")
     checkpoint_every_s: float = Field(
         300.0, ge=0, description="seconds between checkpoints within an epoch"
+    )
+    max_minutes: float = Field(
+        0.0, ge=0, description="stop at a checkpoint after so long, to be run again, 0 is never"
     )
     num_speculative_tokens: int = Field(3, ge=1, le=16, description="K of the evaluations")
     device: Literal["auto", "cpu", "cuda"] = Field(

@@ -106,7 +106,8 @@ def lens_curves(lines: list[dict[str, Any]], slots: Sequence[int]) -> go.Figure:
     figure.add_scatter(
         x=names, y=[a / b for a, b in counts], customdata=counts, mode="lines+markers",
         line={"color": BLUE}, showlegend=False, row=1, col=1,
-        hovertemplate="layer %{x}: %{customdata[0]:,} of %{customdata[1]:,}, %{y:.1%}<extra></extra>",
+        hovertemplate="layer %{x}: %{customdata[0]:,} of %{customdata[1]:,}, %{y:.1%}"
+        "<extra></extra>",
     )  # fmt: skip
     figure.add_scatter(
         x=names, y=[line["divergence"] for line in lines], mode="lines+markers",

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from eagle3lib.data.rows import AnswerRow
@@ -36,6 +37,7 @@ from eagle3lib.target.states import (
 )
 from eagle3lib.target.storage import check_format
 from eagle3lib.target.storage_bytes import bytes_per_token
+from eagle3lib.target.transfer import upload
 
 MADE_OF = "capture.json"  # what the shards of a folder were made of; a resumed capture compares
 _SPARE_BYTES = 256 * 2**20  # left free on the disk
@@ -121,24 +123,40 @@ def forward_states(model: Any, rows: list[list[int]], slots: tuple[int, ...]) ->
     """States [T, S + 1, H] of each row of token ids, run as one batch, packed where possible."""
     decoder = decoder_of(model)
     lengths = [len(row) for row in rows]
-    packs = can_pack(decoder)
-    if packs:
-        ids = torch.tensor([[token for row in rows for token in row]])
-        positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    else:
-        ids = torch.zeros(len(rows), max(lengths), dtype=torch.int64)
-        for i, row in enumerate(rows):
-            ids[i, : len(row)] = torch.tensor(row)
-        positions = torch.arange(max(lengths)).expand_as(ids)
+    if can_pack(decoder):
+        ids = torch.tensor([token for row in rows for token in row])
+        stacked = torch.stack(forward_packed(model, ids, lengths, slots), dim=1).cpu()
+        return [part.clone() for part in stacked.split(lengths)]  # [N, S + 1, H]
+    ids = torch.zeros(len(rows), max(lengths), dtype=torch.int64)
+    for i, row in enumerate(rows):
+        ids[i, : len(row)] = torch.tensor(row)
+    positions = torch.arange(max(lengths)).expand_as(ids)
     device = next(model.parameters()).device
-    alone = packed(decoder, lengths) if packs else contextlib.nullcontext()
-    with record_states(model, slots) as recorded, alone:
+    with record_states(model, slots) as recorded:
         # The decoder alone: the head's logits over the whole vocabulary are not wanted here.
         decoder(input_ids=ids.to(device), position_ids=positions.to(device), use_cache=False)
-        stacked = torch.stack(recorded, dim=2).cpu()  # [B, T, S + 1, H], packed [1, N, S + 1, H]
-    if packs:
-        return [part.clone() for part in stacked[0].split(lengths)]
+        stacked = torch.stack(recorded, dim=2).cpu()  # [B, T, S + 1, H]
     return [stacked[i, :n].clone() for i, n in enumerate(lengths)]
+
+
+@torch.no_grad()
+def forward_packed(
+    model: Any, ids: Int64[Tensor, " N"], lengths: list[int], slots: tuple[int, ...]
+) -> list[Float[Tensor, "N H"]]:
+    """States of rows laid end to end, one tensor a slot and, last, the pre-norm final one, on the
+    model's device: begun there, not waited for. The decoder must be one that ``can_pack``."""
+    decoder, device = decoder_of(model), next(model.parameters()).device
+    ends = torch.tensor(lengths).cumsum(0)
+    positions = torch.arange(len(ids)) - (ends - torch.tensor(lengths)).repeat_interleave(
+        torch.tensor(lengths)
+    )
+    with record_states(model, slots) as recorded, packed(decoder, lengths):
+        decoder(
+            input_ids=upload(ids[None], device),
+            position_ids=upload(positions[None], device),
+            use_cache=False,
+        )
+    return [states[0] for states in recorded]
 
 
 def capture(
@@ -153,17 +171,20 @@ def capture(
     state_format: str = "full",
     on_tokens: Callable[[int], None] = lambda n: None,
     source: StateSource | None = None,
+    sample_of: int = 0,
 ) -> CaptureResult:
     """Capture every row's states into ``folder``; finished shards of an interrupted run are kept.
 
-    ``source`` is ``InProcess`` on the CPU unless one is given. Raises ``UserError`` when a row's
+    ``sample_of``: how many answers there are, where ``rows`` are a sample of them. ``source`` is
+    ``InProcess`` on the CPU unless one is given. Raises ``UserError`` when a row's
     states are not finite, all zero, or stuck, when the disk is too small, when a prompt holds
     images, when the format can't hold the states, and when the folder's shards were made of another
     target, dtype or slots.
     """
     check_format(state_format, target.hidden_size)
     check_text_only(target, rows)
-    _bind(folder, {"target": target.fingerprint, "slots": list(slots), "dtype": dtype})
+    made_of = {"target": target.fingerprint, "slots": list(slots), "dtype": dtype}
+    _bind(folder, made_of | {"sample_of": sample_of})
     source = source or InProcess(target, slots, dtype, batch_tokens)
     started, tokens = time.perf_counter(), 0
     entries: list[StateEntry] = []
@@ -239,7 +260,7 @@ def _bind(folder: Path, made_of: dict[str, Any]) -> None:
     """Tie the folder to what its states are made of, and clear what a killed run left half done."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / MADE_OF
-    before = read_json(path) if path.exists() else made_of
+    before = {"sample_of": 0} | read_json(path) if path.exists() else made_of
     changed = [key for key in made_of if before.get(key) != made_of[key]]
     if changed:
         raise UserError(
@@ -251,6 +272,12 @@ def _bind(folder: Path, made_of: dict[str, Any]) -> None:
     for stale in folder.glob(".shard-*.tmp"):
         stale.unlink()
     write_json(path, made_of)
+
+
+def sampled_from(folder: Path) -> int:
+    """How many answers there are, where a folder holds the states of a sample of them; else 0."""
+    path = folder / MADE_OF
+    return int(read_json(path).get("sample_of", 0)) if path.exists() else 0
 
 
 def _drop_other_shards(folder: Path, names: set[str]) -> None:

@@ -3,7 +3,7 @@
 Rows are laid end to end as one sequence [1, N]; positions start anew at each row, and attention is
 computed row by row. Everything else in a layer works token by token, so a batch costs its tokens
 and nothing more. The states equal those of each row run alone, but for rounding in other matrix
-sizes.
+sizes. On a GPU the rows of a batch are one ``flex_attention``, where a row's own are not needed.
 """
 
 from __future__ import annotations
@@ -11,14 +11,37 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from eagle3lib.target.flex import compiled_flex, interval_mask
+from eagle3lib.target.transfer import upload
+
 _NAME = "eagle3_packed"
-_lengths: ContextVar[tuple[int, ...]] = ContextVar("lengths of the packed rows")
+
+
+@dataclass(frozen=True)
+class _Pack:
+    lengths: list[int]
+    masks: dict[int | None, Any] = field(default_factory=dict)  # by window, for all layers
+
+    def mask(self, window: int | None, device: torch.device) -> Any:
+        if window not in self.masks:
+            lengths = torch.tensor(self.lengths)
+            last = torch.arange(int(lengths.sum()))
+            first = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+            if window is not None:
+                first = first.maximum(last + 1 - window)
+            sides = upload(first, device), upload(last, device)
+            self.masks[window] = interval_mask(*sides, len(last))
+        return self.masks[window]
+
+
+_pack: ContextVar[_Pack] = ContextVar("the packed rows")
 
 
 def can_pack(decoder: Any) -> bool:
@@ -39,13 +62,13 @@ def packed(decoder: Any, lengths: list[int]) -> Iterator[None]:
 
     # A name that transformers knows no mask for: it then builds none, which would be N x N.
     AttentionInterface.register(_NAME, packed_attention)
-    before, token = decoder.config._attn_implementation, _lengths.set(tuple(lengths))
+    before, token = decoder.config._attn_implementation, _pack.set(_Pack(list(lengths)))
     decoder.config._attn_implementation = _NAME
     try:
         yield
     finally:
         decoder.config._attn_implementation = before
-        _lengths.reset(token)
+        _pack.reset(token)
 
 
 def packed_attention(
@@ -66,12 +89,14 @@ def packed_attention(
     query [1, Hq, N, D], key [1, Hk, N, D], value [1, Hk, N, Dv] -> [1, N, Hq, Dv]. ``s_aux`` [Hq]
     are gpt-oss's sinks, ``softcap`` is Gemma 2's tanh on the scores.
     """
-    lengths = list(_lengths.get())
+    lengths = _pack.get().lengths
     assert query.shape[:1] == (1,) and query.shape[2] == key.shape[2] == sum(lengths)
+    plain = softcap is None and s_aux is None
+    if query.is_cuda and plain and query.shape[3] == value.shape[3]:
+        return _all_rows(query, key, value, scaling, sliding_window), None
     parts = zip(
         query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True
     )
-    plain = softcap is None and s_aux is None
     rows = []
     for q, k, v in parts:
         mask = _window_mask(q, sliding_window)
@@ -85,6 +110,21 @@ def packed_attention(
         else:
             rows.append(_written_out(q, k, v, mask, scaling, softcap, s_aux))
     return torch.cat(rows, dim=2).transpose(1, 2).contiguous(), None
+
+
+def _all_rows(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
+) -> Tensor:
+    """All rows at once: launches that don't grow with the number of rows."""
+    read = compiled_flex()(
+        query,
+        key,
+        value,
+        block_mask=_pack.get().mask(window, query.device),
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return read.transpose(1, 2).contiguous()
 
 
 def _window_mask(q: Tensor, window: int | None) -> Tensor | None:

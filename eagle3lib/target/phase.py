@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 import torch
 
-from eagle3lib.data.rows import read_answers
+from eagle3lib.data.rows import AnswerRow, read_answers
 from eagle3lib.lab.files import read_json
 from eagle3lib.lab.finding import Finding, by_severity
 from eagle3lib.lab.machine import cores, describe_machine
@@ -29,14 +29,16 @@ from eagle3lib.target.states import StateStore
 from eagle3lib.target.weights import weight_files
 
 LAYER_CHECK_ROWS = 4
+PROOF_ROWS = 24  # of each split and set, where training makes its own states
 
 
 def capture_answers(
     phase: Phase, cfg: CaptureParams, target: Target, slots: tuple[int, ...]
 ) -> CaptureResult:
-    """Capture the states of all answers of phase 01 into ``states/``; resumes at the last shard."""
+    """Capture the states of all answers of phase 01, or with ``states: live`` of a sample, into
+    ``states/``; resumes at the last shard."""
     torch.set_num_threads(cores())
-    rows = read_answers(phase.of("01_generate_data"))
+    rows, sample_of = _wanted_rows(phase, cfg)
     lengths = [len(r.prompt_token_ids) + len(r.answer_token_ids) for r in rows]
     with phase.progress(sum(lengths), "tokens", "hidden states") as bar:
         return capture(
@@ -50,7 +52,22 @@ def capture_answers(
             state_format=cfg.state_format,
             on_tokens=bar.update,
             source=_source(phase, cfg, target, slots, max(lengths, default=1)),
+            sample_of=sample_of,
         )
+
+
+def _wanted_rows(phase: Phase, cfg: CaptureParams) -> tuple[list[AnswerRow], int]:
+    """The answers whose states are stored, and of how many they are a sample (0: of none).
+
+    A sample has some of every length of each split and set, the longest among them.
+    """
+    rows = read_answers(phase.of("01_generate_data"))
+    if cfg.states == "disk":
+        return rows, 0
+    groups: dict[tuple[str, str], list[AnswerRow]] = {}
+    for row in sorted(rows, key=lambda r: -len(r.prompt_token_ids) - len(r.answer_token_ids)):
+        groups.setdefault((row.set, row.split), []).append(row)
+    return [r for group in groups.values() for r in _spread(group, PROOF_ROWS)], len(rows)
 
 
 def _source(
@@ -79,7 +96,7 @@ def prove_states(
 ) -> tuple[pd.DataFrame, list[Finding]]:
     """A table of the shards' facts, and every finding on the states: what they hold, whose they
     are, and (where the target fits into this machine's memory) which layers they are."""
-    rows = read_answers(phase.of("01_generate_data"))
+    rows, _ = _wanted_rows(phase, cfg)
     facts = gather_facts(store, rows, TargetHead(target), floor=cfg.min_teacher_agreement)
     findings = check_states(facts, cfg.min_teacher_agreement, greedy=was_greedy(phase))
     findings += _layer_findings(store, cfg, target)

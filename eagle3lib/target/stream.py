@@ -1,45 +1,41 @@
-"""States that are never stored: made by the target when a trainer asks, and read ahead of it.
+"""States that are never stored: made by the target when a trainer asks.
 
 ``LiveStates`` answers what ``StateStore`` answers (``slots``, ``select``, ``row``, ``rows``,
 ``token_ids``) with a forward of the target in place of a read. Each epoch pays that forward again:
-worth it for a small target, or for one epoch over more tokens than a disk holds.
+worth it for a small target, or for one epoch over more tokens than a disk holds. ``packed`` is the
+trainer's way: many conversations end to end, made and left on the GPU.
 
-``stream_states`` reads either one ahead on a thread. Back-pressure and memory follow from one rule:
-a group is begun only while the tokens of all groups begun and not yet passed on are within
-``ahead_tokens``.
+Memory: the target, the ids, and the states that were asked for; nothing is made before that.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
-from jaxtyping import Int64
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from eagle3lib.data.rows import AnswerRow
 from eagle3lib.lab.errors import UserError
-from eagle3lib.target.capture import forward_states, length_batches
+from eagle3lib.target.capture import (
+    check_text_only,
+    forward_packed,
+    forward_states,
+    length_batches,
+)
 from eagle3lib.target.folder import Target
-from eagle3lib.target.model import load_target
+from eagle3lib.target.model import decoder_of, load_target
+from eagle3lib.target.packing import can_pack
 from eagle3lib.target.states import StateEntry, StateRow, captured_row, entry_of, state_problem
 
 # ``rows`` sorts so many batches' worth of conversations by length before it cuts batches.
 _WINDOW_BATCHES = 8
-
-
-@runtime_checkable
-class States(Protocol):
-    """``StateStore`` or ``LiveStates``."""
-
-    def rows(
-        self, entries: Iterable[StateEntry], device: torch.device | str = "cpu"
-    ) -> Iterator[StateRow]: ...
+# On a GPU a pack is filled up to a multiple of this: few shapes, so that little is compiled.
+_GPU_MULTIPLE = 4096
 
 
 class LiveStates:
@@ -59,16 +55,16 @@ class LiveStates:
         batch_tokens: int,
         device: str = "cpu",
     ):
+        rows = list(rows)
+        check_text_only(target, rows)
         self.slots, self.dtype = slots, dtype
         self.target_fingerprint = target.fingerprint
         self.folder: Path = target.folder  # named in messages
-        self._model: Any = load_target(target, dtype, device)
+        self._model: Any = load_target(target, dtype, device).requires_grad_(False)
+        self._device, self._packs = torch.device(device), can_pack(decoder_of(self._model))
         self._batch_tokens = batch_tokens
-        self._ids: dict[str, list[int]] = {}
-        self.entries: list[StateEntry] = []
-        for row in rows:
-            self.entries.append(entry_of(row))
-            self._ids[row.id] = row.prompt_token_ids + row.answer_token_ids
+        self.entries: list[StateEntry] = [entry_of(row) for row in rows]
+        self._ids = {r.id: torch.tensor(r.prompt_token_ids + r.answer_token_ids) for r in rows}
         self._turn = threading.Lock()
 
     def select(self, *, split: str | None = None, set: str | None = None) -> list[StateEntry]:
@@ -76,7 +72,7 @@ class LiveStates:
         return [e for e in self.entries if split in (None, e.split) and set in (None, e.set)]
 
     def token_ids(self, entry: StateEntry) -> Int64[Tensor, " T"]:
-        return torch.tensor(self._ids[entry.id][: entry.tokens])
+        return self._ids[entry.id][: entry.tokens]
 
     def row(self, entry: StateEntry, device: torch.device | str = "cpu") -> StateRow:
         """One conversation, or its first ``entry.tokens`` tokens. Raises ``UserError`` for states
@@ -95,8 +91,32 @@ class LiveStates:
             for i in range(len(window)):
                 yield made.pop(i)
 
+    def packed(
+        self, entries: list[StateEntry]
+    ) -> tuple[Float[Tensor, "N SH"], Float[Tensor, "N H"]]:
+        """Slots, concatenated, and pre-norm last states (of prompts too) of conversations end to
+        end, where the target is. A GPU has begun, not ended, to make them; nothing is checked."""
+        if not self._packs:
+            rows = list(self.rows(entries, self._device))
+            return torch.cat([r.slots for r in rows]), torch.cat([r.last for r in rows])
+        made = [self._forward_packed(g) for g in token_groups(entries, self._batch_tokens)]
+        if len(made) == 1:
+            return made[0]
+        slots, last = zip(*made, strict=True)
+        return torch.cat(slots), torch.cat(last)
+
+    def _forward_packed(self, entries: list[StateEntry]) -> tuple[Tensor, Tensor]:
+        ids, lengths = [self.token_ids(e) for e in entries], [e.tokens for e in entries]
+        tokens = sum(lengths)
+        if self._device.type == "cuda" and tokens % _GPU_MULTIPLE:
+            lengths.append(-tokens % _GPU_MULTIPLE)  # a row of its own, seen by no other
+            ids.append(torch.zeros(lengths[-1], dtype=torch.int64))
+        with self._turn:  # hooks belong to the model, not to a thread
+            *slots, last = forward_packed(self._model, torch.cat(ids), lengths, self.slots)
+        return torch.cat([state[:tokens] for state in slots], dim=1), last[:tokens]
+
     def _forward(self, entries: list[StateEntry], device: torch.device | str) -> list[StateRow]:
-        ids = [self._ids[entry.id][: entry.tokens] for entry in entries]
+        ids = [self.token_ids(entry).tolist() for entry in entries]
         with self._turn:  # hooks belong to the model, not to a thread
             states = forward_states(self._model, ids, self.slots)
         rows = []
@@ -125,55 +145,3 @@ def token_groups(entries: Iterable[StateEntry], most_tokens: int) -> Iterator[li
         tokens += entry.tokens
     if group:
         yield group
-
-
-def read_ahead(
-    states: States,
-    groups: Iterable[list[StateEntry]],
-    *,
-    ahead_tokens: int,
-    device: torch.device | str = "cpu",
-) -> Iterator[list[StateRow]]:
-    """The rows of each group, in order, made on another thread while earlier ones are used.
-
-    No more than ``ahead_tokens`` tokens (or one group) are begun and not yet passed on. What a read
-    raises is raised where its rows would have come; closing the iterator stops the thread.
-    """
-    begun: deque[tuple[int, Future[list[StateRow]]]] = deque()
-    held_tokens = 0
-    with ThreadPoolExecutor(1, thread_name_prefix="states") as pool:
-        try:
-            for group in groups:
-                tokens = sum(entry.tokens for entry in group)
-                while begun and held_tokens + tokens > ahead_tokens:
-                    passed_tokens, rows = begun.popleft()
-                    held_tokens -= passed_tokens
-                    yield rows.result()
-                begun.append((tokens, pool.submit(_all_rows, states, group, device)))
-                held_tokens += tokens
-            while begun:
-                yield begun.popleft()[1].result()
-        finally:
-            for _, rows in begun:
-                rows.cancel()
-
-
-def _all_rows(
-    states: States, group: list[StateEntry], device: torch.device | str
-) -> list[StateRow]:
-    return list(states.rows(group, device))
-
-
-def stream_states(
-    states: States,
-    entries: Iterable[StateEntry],
-    *,
-    group_tokens: int,
-    ahead_tokens: int,
-    device: torch.device | str = "cpu",
-) -> Iterator[StateRow]:
-    """Conversations one by one in the given order, read or made ahead in groups of
-    ``group_tokens``."""
-    groups = token_groups(entries, group_tokens)
-    for rows in read_ahead(states, groups, ahead_tokens=ahead_tokens, device=device):
-        yield from rows

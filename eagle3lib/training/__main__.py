@@ -1,6 +1,7 @@
 """``torchrun -m eagle3lib.training JOB.json``: one rank of a training job (see ``job.py``).
 
-Any torchrun may start it, on one node or many, as long as all see the folders of the job.
+Any torchrun may start it, on one node or many, as long as all see the folders of the job; on one
+device ``python -m eagle3lib.training JOB.json`` does. The last line says whether it is finished.
 """
 
 from __future__ import annotations
@@ -22,16 +23,21 @@ from eagle3lib.training.loop import Trainer
 def main() -> int:
     job = read_json(Path(sys.argv[1]))
     torch.set_num_threads(int(job["threads"]))
-    folders = Folders(*(Path(job[name]) for name in ("phase", "states", "vocab")))
+    names = ("phase", "states", "vocab", "answers")
+    folders = Folders(*(Path(job[name]) for name in names if name in job))
     try:
         cfg = TrainParams.checked(job["params"], sys.argv[1])
-        Trainer(cfg, open_target(cfg.target), folders).run()
+        trainer = Trainer(cfg, open_target(cfg.target), folders)
+        finished = trainer.run()
     except UserError as error:
         print(f"USER ERROR\n{error}", file=sys.stderr, flush=True)
         return 2
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+    if trainer.place.rank == 0:
+        at = f"update {trainer.at.update} of {trainer.at.updates}"
+        print("finished" if finished else f"not finished: {at}, run the same command again")
     return 0
 
 

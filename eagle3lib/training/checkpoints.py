@@ -32,6 +32,7 @@ class Folders:
     phase: Path
     states: Path
     vocab: Path
+    answers: Path | None = None  # of phase 01: read where states are live
 
     @property
     def last(self) -> Path:

@@ -8,10 +8,7 @@ them: each token is seen once an epoch, and a run may go on with another number 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,11 +17,11 @@ from eagle3lib.drafter.align import base_span
 from eagle3lib.drafter.model import PackedRows
 from eagle3lib.drafter.simulate import Conversation
 from eagle3lib.lab.errors import UserError
-from eagle3lib.target.states import StateEntry, StateRow, StateStore
+from eagle3lib.target.states import StateEntry, StateStore
+from eagle3lib.target.stream import LiveStates
 
 Entries = list[StateEntry]
-Job = TypeVar("Job")
-Made = TypeVar("Made")
+States = StateStore | LiveStates
 
 
 @dataclass(frozen=True)
@@ -34,7 +31,8 @@ class Batch:
     entries: Entries
     rows: PackedRows
     states: Tensor  # [N, slots * Ht]
-    last: Tensor  # [N, Ht], pre-norm
+    last: Tensor  # [N, Ht], pre-norm; what no label looks at holds anything finite
+    host: PackedRows  # ``rows`` on the host, where sizes are known without waiting
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ def trainable(entries: Entries, max_tokens_per_row: int = 0) -> Selection:
 def epoch_updates(entries: Entries, batch_tokens: int, *, seed: int, epoch: int) -> list[Entries]:
     """The epoch's updates: all conversations in an order of (seed, epoch), cut where the next one
     would make more than ``batch_tokens`` (a longer conversation is an update of its own)."""
-    order = list(entries)
+    order = sorted(entries, key=lambda e: e.id)  # in whatever order they were stored or made
     random.Random(f"{seed}/{epoch}").shuffle(order)
     return groups_of(order, batch_tokens)
 
@@ -99,48 +97,62 @@ def label_counts(entries: Entries, steps: int) -> list[int]:
     return [sum(max(0, count - step) for count in spans) for step in range(steps)]
 
 
-def load_batch(store: StateStore, entries: Entries, device: torch.device | str = "cpu") -> Batch:
-    """Read an update's part. Raises ``UserError`` for states that are not finite."""
-    rows = [_finite(store, row) for row in store.rows(entries, device)]
-    packed = PackedRows.pack(
-        [row.token_ids for row in rows], [row.entry.prompt_tokens for row in rows]
+def load_batch(states: States, entries: Entries, device: torch.device | str = "cpu") -> Batch:
+    """Read, or make, the states of conversations. Raises ``UserError`` for some that are not
+    finite."""
+    batch = assemble(states, entries, device)
+    check_finite(states, batch, bool(all_finite(batch)))
+    return batch
+
+
+def assemble(states: States, entries: Entries, device: torch.device | str = "cpu") -> Batch:
+    """``load_batch`` unchecked. From live states a GPU has begun, not ended, to make it."""
+    if isinstance(states, LiveStates):
+        ids = [states.token_ids(entry) for entry in entries]
+        slots, last = states.packed(entries)
+    else:
+        rows = list(states.rows(entries, device))
+        ids = [row.token_ids for row in rows]
+        slots, last = torch.cat([r.slots for r in rows]), torch.cat([r.last for r in rows])
+    host = PackedRows.pack(ids, [entry.prompt_tokens for entry in entries])
+    return Batch(entries, host.to(device), slots.to(device), last.to(device), host)
+
+
+def all_finite(batch: Batch) -> Tensor:
+    """One flag, on the batch's device."""
+    return torch.isfinite(batch.states).all() & torch.isfinite(batch.last).all()
+
+
+def check_finite(states: States, batch: Batch, finite: bool) -> None:
+    """Raise ``UserError`` that names a conversation of a batch that is not ``finite``."""
+    if finite:
+        return
+    lengths, live = [e.tokens for e in batch.entries], isinstance(states, LiveStates)
+    parts = zip(batch.entries, batch.states.split(lengths), batch.last.split(lengths), strict=True)
+    bad = [e for e, *made in parts if not all(bool(torch.isfinite(x).all()) for x in made)]
+    raise UserError(
+        f"conversation {bad[0].id}: states are not finite",
+        where=states.folder / bad[0].shard,
+        next="capture with dtype=float32; if that fails too, check the target's weights"
+        if live
+        else "delete the shard and run the capture again",
     )
-    return Batch(
-        entries,
-        packed.to(device),
-        torch.cat([row.slots for row in rows]).to(device),
-        torch.cat([row.last for row in rows]).to(device),
-    )
 
 
-def prefetched(load: Callable[[Job], Made], jobs: Iterable[Job]) -> Iterator[Made]:
-    """``map(load, jobs)`` with the next one made on another thread while one is used: never more
-    than two are there."""
-    with ThreadPoolExecutor(1, thread_name_prefix="batches") as pool:
-        pending = None
-        for job in jobs:
-            following = pool.submit(load, job)
-            if pending is not None:
-                yield pending.result()
-            pending = following
-        if pending is not None:
-            yield pending.result()
-
-
-def _finite(store: StateStore, row: StateRow) -> StateRow:
-    """The row itself; raises ``UserError`` that names it for NaN and infinity."""
-    if not torch.isfinite(row.slots).all() or not torch.isfinite(row.last).all():
-        raise UserError(
-            f"conversation {row.entry.id}: states are not finite",
-            where=store.folder / row.entry.shard,
-            next="delete the shard and run the capture again",
-        )
-    return row
-
-
-def conversations(store: StateStore, entries: Entries) -> list[Conversation]:
+def conversations(store: States, entries: Entries) -> list[Conversation]:
     """For the simulator."""
+    return conversations_of(load_batch(store, entries)) if entries else []
+
+
+def conversations_of(batch: Batch) -> list[Conversation]:
+    """A batch's conversations for the simulator; their states are views."""
+    lengths = [entry.tokens for entry in batch.entries]
     return [
-        Conversation(row.token_ids, row.entry.prompt_tokens, row.slots)
-        for row in (_finite(store, row) for row in store.rows(entries))
+        Conversation(ids, entry.prompt_tokens, states)
+        for entry, ids, states in zip(
+            batch.entries,
+            batch.host.token_ids.split(lengths),
+            batch.states.split(lengths),
+            strict=True,
+        )
     ]

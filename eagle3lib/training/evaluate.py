@@ -77,8 +77,9 @@ def chain_sums(
 ) -> Float[Tensor, "K 3"]:
     """Of every step: labels, how many the first choice has right, and their summed overlap
     min(p, q)."""
-    sums = torch.zeros(steps, 3, dtype=torch.float64)
     rows, states = batch.rows, batch.states.to(drafter.fc.weight.dtype)
+    sums = torch.zeros(steps, 3, dtype=torch.float64, device=states.device)
+    greedy = teacher.greedy.to(states.device)
     for step, made in enumerate(unroll(drafter, rows, states, steps, feed="truth")):
         exists = label_exists(rows.base, step, rows.total)
         index = (rows.row_start + teacher_index(rows.base, step))[exists]
@@ -86,10 +87,10 @@ def chain_sums(
         for hidden, at in zip(*pieces, strict=True):
             q = drafter.logits(hidden).float().softmax(-1)
             p = (teacher.normed[at] @ draft_head.T - teacher.logsumexp[at, None]).exp()
-            right = drafter.target_ids(q.argmax(-1)) == teacher.greedy[at]
-            found = (float(len(at)), float(right.sum()), float(q.minimum(p).sum()))
-            sums[step] += torch.tensor(found, dtype=torch.float64)
-    return sums
+            right = drafter.target_ids(q.argmax(-1)) == greedy[at]
+            sums[step, 0] += len(at)
+            sums[step, 1:] += torch.stack((right.sum(), q.minimum(p).sum()))
+    return sums.cpu()
 
 
 def chain_estimates(sums: Float[Tensor, "K 3"]) -> dict[str, Any]:

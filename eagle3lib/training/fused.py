@@ -19,15 +19,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from eagle3lib.target.transfer import upload
 from eagle3lib.training.kinds import SCRATCHES, TeacherRows, drafter_rows, teacher_rows
 
 # The head's gradient is read and written whole once a chunk: much smaller chunks are bound by that,
 # larger ones gain little. A GPU run of 8,192 positions at D = 151,936 still fits in 1 GB with this,
 # the 470 MB of the hidden states' gradients (H = 4,096, 7 steps, bf16) among them.
 BUFFER_BYTES = 512 << 20
-# CUDA makes fp32 logits for this many bytes of rows at a time, or for as many rows as keep a matrix
+# Each part is some launches by the host, which take a small drafter longer than the arithmetic: a
+# large GPU gets this share of its memory, 2.2 GB of an H200.
+_GPU_SHARE = 64
+# CUDA makes fp32 logits in so many parts of a buffer, but of no fewer rows than keep a matrix
 # product from being bound by reading the head.
-_PART_BYTES, _PART_ROWS = 64 << 20, 256
+_PARTS, _PART_ROWS = 8, 256
 # Eager elementwise work on the CPU stays in a core's cache.
 _TILE_BYTES = 512 << 10
 # The norm and its backward hold about so many fp32 copies of a row's state.
@@ -45,9 +49,9 @@ class Chunk:
     step: Tensor  # [R]
 
     def to(self, device: torch.device) -> Chunk:
-        rows = [(step, base.to(device, non_blocking=True)) for step, base in self.rows]
+        rows = [(step, upload(base, device)) for step, base in self.rows]
         rest = (self.teacher, self.own, self.token, self.step)
-        return Chunk(rows, *(index.to(device, non_blocking=True) for index in rest))
+        return Chunk(rows, *(upload(index, device) for index in rest))
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,13 @@ class HeadLoss:
     draft_head: Tensor  # [D, Ht]: rows of the target's head
     full_logsumexp: Tensor | None = None  # [N], of the logits / T of the target's whole head
     buffer_bytes: int = BUFFER_BYTES
+
+
+def buffer_bytes_on(device: torch.device) -> int:
+    """What the loss may use there for a chunk."""
+    if device.type != "cuda":
+        return BUFFER_BYTES
+    return max(BUFFER_BYTES, torch.cuda.get_device_properties(device).total_memory // _GPU_SHARE)
 
 
 def head_loss(spec: HeadLoss, hidden: Sequence[Tensor], weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,7 +101,7 @@ class _HeadLoss(torch.autograd.Function):
             walk = _Walk(spec, compute, wanted, weight, rest[:norms], rest[norms:])
             sums = walk.run()
         ctx.gradients = walk.gradients() if wanted else None
-        scale = torch.tensor(spec.scale, dtype=torch.float64, device=weight.device)
+        scale = upload(torch.tensor(spec.scale, dtype=torch.float64), weight.device)
         ctx.mark_non_differentiable(sums)
         wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
         return (sums[:, 0] * scale).sum().to(wide), sums
@@ -127,7 +138,7 @@ class _Walk:
         self.head = weight.detach().to(compute)
         self.teacher_head = spec.draft_head.to(compute)
         self.chunks = [c.to(weight.device) for c in plan_chunks(spec, *self._sizes())]
-        self.scale = torch.tensor(spec.scale, dtype=self.wide, device=weight.device)
+        self.scale = upload(torch.tensor(spec.scale, dtype=self.wide), weight.device)
         self.of_norm = [torch.zeros_like(p, dtype=self.wide) for p in norm]
         self.of_hidden = [torch.zeros_like(h) if wanted else None for h in hidden]
         self.of_head = None
@@ -145,7 +156,8 @@ class _Walk:
         return row, vocab * self.wide.itemsize, self.spec.buffer_bytes - part
 
     def _part_rows(self) -> int:
-        return max(_PART_ROWS, _PART_BYTES // (self.weight.shape[0] * self.wide.itemsize))
+        row = self.weight.shape[0] * self.wide.itemsize
+        return max(_PART_ROWS, self.spec.buffer_bytes // (_PARTS * row))
 
     def _make_buffers(self) -> None:
         """The CPU's are made once: the kernel would hand out, and clear, fresh pages for each."""

@@ -9,9 +9,7 @@ from torch import Tensor
 
 from eagle3lib.drafter.model import Drafter
 from eagle3lib.drafter.simulate import Conversation, Replay, simulate
-from eagle3lib.target.model import TargetHead
-from eagle3lib.target.states import StateStore
-from eagle3lib.training.data import Batch, groups_of, load_batch, trainable
+from eagle3lib.training.data import States, conversations_of, groups_of, load_batch, trainable
 from eagle3lib.training.evaluate import (
     acceptance_counts,
     chain_estimates,
@@ -25,8 +23,8 @@ _GROUP_TOKENS = 8192  # read and judged at once
 class Heldout:
     """The held-out sets of a run. ``judge`` costs two unrolls of their answers."""
 
-    def __init__(self, store: StateStore, head: TargetHead, device: torch.device):
-        self._store, self._head, self._device = store, FullHead(head, device), device
+    def __init__(self, store: States, head: FullHead):
+        self._store, self._head = store, head
         found = {
             name: trainable(store.select(split="heldout", set=name)).entries
             for name in ("workload", "general")
@@ -40,7 +38,7 @@ class Heldout:
             replays: list[Replay] = []
             sums = torch.zeros(steps, 3, dtype=torch.float64)
             for group in groups_of(entries, _GROUP_TOKENS):
-                batch = load_batch(self._store, group, self._device)
+                batch = load_batch(self._store, group, self._head.device)
                 replays += simulate(drafter, conversations_of(batch), steps)
                 sums += chain_sums(drafter, batch, self._head.labels(batch), draft_head, steps)
             sets[name] = acceptance_counts(replays, steps)
@@ -56,17 +54,3 @@ class Heldout:
             ]
             for name, entries in self.sets.items()
         }
-
-
-def conversations_of(batch: Batch) -> list[Conversation]:
-    """A batch's conversations for the simulator; their states are views."""
-    lengths = [entry.tokens for entry in batch.entries]
-    return [
-        Conversation(ids, entry.prompt_tokens, states)
-        for entry, ids, states in zip(
-            batch.entries,
-            batch.rows.token_ids.cpu().split(lengths),
-            batch.states.split(lengths),
-            strict=True,
-        )
-    ]

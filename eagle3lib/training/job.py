@@ -28,6 +28,7 @@ def job_folders(phase: Phase) -> Folders:
         phase=phase.folder,
         states=phase.of("02_capture_hidden_states") / "states",
         vocab=phase.of("03_build_vocab_map") / "vocab_map.safetensors",
+        answers=phase.of("01_generate_data"),
     )
 
 
@@ -54,6 +55,7 @@ def run_training(
         "phase": str(folders.phase),
         "states": str(folders.states),
         "vocab": str(folders.vocab),
+        "answers": str(folders.answers),
     }
     write_json(phase.folder / "job.json", job)
     command = torchrun(cfg, 0, str(phase.folder / "job.json"))
@@ -84,7 +86,19 @@ def run_training(
             )
     rows = _read_growing(folders)
     watch(rows, last=True)
+    _check_finished(rows, cfg, folders)
     return rows
+
+
+def _check_finished(rows: Rows, cfg: TrainParams, folders: Folders) -> None:
+    last = [row for row in rows if row["kind"] == "train"][-1]
+    if last["update"] < last["updates"]:
+        raise UserError(
+            f"training stopped at update {last['update']} of {last['updates']}, "
+            f"after max_minutes: {cfg.max_minutes:g}",
+            where=folders.last,
+            next="run the phase again: it continues from this checkpoint",
+        )
 
 
 def torchrun(cfg: TrainParams, node: int, job: str) -> list[str]:

@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
 from dataclasses import astuple, fields
-from functools import partial
 from typing import Any
 
+from eagle3lib.data.rows import read_answers
 from eagle3lib.drafter.vocab import VocabMap
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.params import TrainParams
+from eagle3lib.target.capture import sampled_from
 from eagle3lib.target.folder import Target
 from eagle3lib.target.model import DTYPES, TargetHead
 from eagle3lib.target.states import StateStore
+from eagle3lib.target.stream import LiveStates
 from eagle3lib.training.checkpoints import (
     Folders,
     Position,
@@ -32,15 +33,14 @@ from eagle3lib.training.checkpoints import (
     save_checkpoint,
 )
 from eagle3lib.training.data import (
-    Batch,
     Entries,
+    States,
     epoch_updates,
-    load_batch,
-    prefetched,
     share_out,
     trainable,
 )
 from eagle3lib.training.evaluate import NgramBaseline, verdict
+from eagle3lib.training.feed import Feed
 from eagle3lib.training.heldout import Heldout
 from eagle3lib.training.loss import StepCounts
 from eagle3lib.training.memory import available_bytes, check_memory, estimate
@@ -58,7 +58,6 @@ from eagle3lib.training.tracker import Tracker
 
 _COUNTS = len(fields(StepCounts))
 _BASELINE_TOKENS = 2_000_000  # counts change little beyond; reading on would delay the start
-Parts = Iterator[Batch | None]
 
 
 class Trainer:
@@ -66,8 +65,9 @@ class Trainer:
 
     def __init__(self, cfg: TrainParams, target: Target, folders: Folders):
         self.cfg, self.folders = cfg, folders
+        self._started_s, self._stopping = time.monotonic(), False
         self.place = Place.open(cfg.device)
-        self.store = _open_states(folders, target)
+        self.store = open_states(cfg, folders, target, str(self.place.device))
         self.vocab = VocabMap.load(folders.vocab)
         self.selection = trainable(self.store.select(split="train"), cfg.max_tokens_per_row)
         if not self.selection.entries:
@@ -82,7 +82,7 @@ class Trainer:
         ]
         self.first = [0, *itertools.accumulate(len(updates) for updates in self.plan)]
         self.replica = self._weights(target)
-        self.heldout = Heldout(self.store, self.head.head, self.place.device)
+        self.heldout = Heldout(self.store, self._full_head(self.head.head))
         self.optimizers = make_optimizers(self.replica.named, cfg)
         self.at = Position(updates=self.first[-1])
         self.tracker = Tracker(cfg, folders.metrics, writes=self.place.rank == 0)
@@ -98,7 +98,7 @@ class Trainer:
         numbers = head.head.numel() + head.embedding.numel()
         need = estimate(drafter, cfg, self.plan[0], self.place.world, numbers, self.place.device)
         check_memory(need, free, cfg, self.place.device)
-        self.head = FullHead(head, self.place.device, cfg.loss_temperature)
+        self.head = self._full_head(head, cfg.loss_temperature)
         self.draft_head = self.head.rows(self.vocab.target_ids)
 
         def objective(computing: Any) -> Objective:
@@ -109,8 +109,9 @@ class Trainer:
         kind = Sharded if cfg.sharding == "fsdp" else Replicated
         return kind(drafter.to(self.place.device), objective, DTYPES[cfg.precision], self.place)
 
-    def run(self) -> None:
-        """Train to the last epoch, from the last checkpoint if there is one."""
+    def run(self) -> bool:
+        """Train to the last epoch, from the last checkpoint if there is one. Returns whether it is
+        finished: after ``max_minutes`` it stops at a checkpoint."""
         self._resume()
         if self.at.update == 0:
             self._log(self._evaluation() | self._baselines())
@@ -122,33 +123,47 @@ class Trainer:
             for update in updates:
                 if due:
                     self._save()
+                if self._stopping:
+                    break
                 due = self._update(update, parts)
+            parts.close()
+            if self.at.update < self.first[epoch + 1]:
+                break
             self.at.epoch = epoch + 1
             if self.at.epoch % self.cfg.checkpoint_every == 0 or self.at.epoch == self.cfg.epochs:
                 self._judge()
             elif due:
                 self._save()
+            if self._stopping:
+                break
         self.tracker.close()
+        return self.at.epoch == self.cfg.epochs
 
-    def _parts(self, updates: list[Entries]) -> Parts:
-        """This rank's parts of the updates, in order, read ahead by one."""
+    def _full_head(self, head: TargetHead, temperature: float = 1.0) -> FullHead:
+        stored = not isinstance(self.store, LiveStates)
+        dtype = DTYPES[self.cfg.precision]
+        return FullHead(head, self.place.device, temperature, keep=stored, dtype=dtype)
+
+    def _parts(self, updates: list[Entries]) -> Feed:
+        """This rank's parts of the updates, in order."""
         rank, world, each = self.place.rank, self.place.world, self.cfg.accumulate
         mine = itertools.chain.from_iterable(
             share_out(update, world * each)[rank::world] for update in updates
         )
-        load = partial(load_batch, self.store, device=self.place.device)
-        return prefetched(lambda entries: load(entries=entries) if entries else None, mine)
+        return Feed(self.store, self.head, mine)
 
-    def _update(self, update: Entries, parts: Parts) -> bool:
+    def _update(self, update: Entries, parts: Feed) -> bool:
         """One optimizer update; returns whether a checkpoint is due."""
         started, cfg = time.perf_counter(), self.cfg
         scales = step_scales(update, cfg.steps, cfg.step_weight)
         self.replica.start()
-        found = [
-            self._backward(next(parts), scales, last=index == cfg.accumulate - 1)
-            for index in range(cfg.accumulate)
-        ]
-        counts, due, bad = self._over_ranks(found)
+        begun = []
+        for index in range(cfg.accumulate):
+            inputs = next(parts) or (None, None)
+            begun.append(self.replica.backward(*inputs, scales, last=index == cfg.accumulate - 1))
+            del inputs  # two parts are there at most
+            parts.ahead()  # while the device is at work
+        counts, due, bad = self._over_ranks([count() for count in begun])
         norm = self.replica.clip(cfg.max_grad_norm)
         self._check_finite(update, bad, norm)
         rate = cfg.learning_rate * rate_share(self.at.update, self.at.updates, cfg.warmup_share)
@@ -174,13 +189,6 @@ class Trainer:
         )
         return due
 
-    def _backward(
-        self, batch: Batch | None, scales: list[float], *, last: bool
-    ) -> list[StepCounts]:
-        if batch is None:
-            return self.replica.backward(None, None, scales, last=last)
-        return self.replica.backward(batch, self.head.labels(batch), scales, last=last)
-
     def _over_ranks(self, own: list[list[StepCounts]]) -> tuple[list[StepCounts], bool, list[bool]]:
         """(counts of every step, whether a checkpoint is due, which parts were not finite), over
         all parts of all ranks, in one message."""
@@ -193,12 +201,15 @@ class Trainer:
                     numbers[_COUNTS * k + i] += n
                 if c.loss_sum - c.loss_sum != 0:  # infinity or NaN
                     bad[index * world + rank] = 1.0
-        waited_s = time.monotonic() - self._saved_s
-        due = rank == 0 and waited_s >= self.cfg.checkpoint_every_s
-        numbers, bad = _split(self.place.sum([*numbers, *bad, float(due)]), len(numbers))
+        now, most_s = time.monotonic(), 60 * self.cfg.max_minutes
+        stop = rank == 0 and 0 < most_s <= now - self._started_s
+        due = rank == 0 and (stop or now - self._saved_s >= self.cfg.checkpoint_every_s)
+        message = [*numbers, *bad, float(due), float(stop)]  # rank 0's clock is everybody's
+        numbers, rest = _split(self.place.sum(message), len(numbers))
+        bad, due, self._stopping = rest[:-2], bool(rest[-2]), bool(rest[-1])
         of_steps = (numbers[i : i + _COUNTS] for i in range(0, len(numbers), _COUNTS))
         counts = [StepCounts(int(a), int(b), int(c), d, e) for a, b, c, d, e in of_steps]
-        return counts, bool(bad[-1]), [bool(flag) for flag in bad[:-1]]
+        return counts, due, [bool(flag) for flag in bad]
 
     def _check_finite(self, update: Entries, bad: list[bool], norm: float) -> None:
         """Stop before the optimizer takes over what is not finite: weights are still good."""
@@ -285,7 +296,9 @@ class Trainer:
         self.tracker.truncate(self.at.update, keep=resumes)
 
 
-def _open_states(folders: Folders, target: Target) -> StateStore:
+def open_states(cfg: TrainParams, folders: Folders, target: Target, device: str) -> States:
+    """The stored states, or those that the target on ``device`` makes of all answers, at the slots
+    and in the dtype that phase 02 proved."""
     store = StateStore(folders.states)
     if store.target_fingerprint != target.fingerprint:
         raise UserError(
@@ -294,7 +307,24 @@ def _open_states(folders: Folders, target: Target) -> StateStore:
             where=folders.states,
             next="eagle3 run PROFILE 02",
         )
-    return store
+    if cfg.states == "disk":
+        answers = sampled_from(folders.states)
+        if answers:
+            raise UserError(
+                f"the states of {len(store.entries)} of {answers} answers are stored, as a proof",
+                expected="states: live here too, as in phase 02, or states: disk in both",
+                where=folders.states,
+            )
+        return store
+    assert folders.answers is not None, "live states need the answers' folder"
+    return LiveStates(
+        target,
+        read_answers(folders.answers),
+        slots=store.slots,
+        dtype=store.dtype,
+        batch_tokens=cfg.target_batch_tokens,
+        device=device,
+    )
 
 
 def _split(values: list[float], at: int) -> tuple[list[float], list[float]]:

@@ -26,7 +26,7 @@ from eagle3lib.drafter.model import Drafter
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.params import TrainParams
 from eagle3lib.training.data import Entries, share_out
-from eagle3lib.training.fused import BUFFER_BYTES
+from eagle3lib.training.fused import BUFFER_BYTES, buffer_bytes_on
 
 _SLACK = 1.15  # allocator, libraries, what is made and freed within one operation
 
@@ -53,7 +53,7 @@ def estimate(
     device: torch.device,
 ) -> Need:
     """Bytes that one process needs; ``head_numbers``: numbers of the target's tensors it holds."""
-    on_gpu = device.type == "cuda"
+    on_gpu, buffer = device.type == "cuda", buffer_bytes_on(device)
     trained = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in drafter.parameters() if not p.requires_grad)
     size = 2 if cfg.precision == "bfloat16" else 4
@@ -63,13 +63,22 @@ def estimate(
     fixed = kept + 4 * frozen + copied + 4 * head_numbers
     parts = world * cfg.accumulate
     shares = (share for update in updates for share in share_out(update, parts))
-    largest = max(shares, key=lambda share: part_bytes(drafter.config, cfg, share, on_gpu))
-    batch = part_bytes(drafter.config, cfg, largest, on_gpu)
+    sizes = [(part_bytes(drafter.config, cfg, share, on_gpu, buffer), share) for share in shares]
+    batch, largest = max(sizes, key=lambda found: found[0])
     tokens = sum(e.tokens for e in largest)
+    if cfg.states == "live":  # the target's weights are there already
+        forward = drafter.config.target_hidden_size * 12 + drafter.config.intermediate_size * 4
+        batch += 4 * forward * min(tokens, cfg.target_batch_tokens)
     return Need(fixed, batch, tokens * parts)
 
 
-def part_bytes(c: DrafterConfig, cfg: TrainParams, part: Entries, on_gpu: bool = False) -> int:
+def part_bytes(
+    c: DrafterConfig,
+    cfg: TrainParams,
+    part: Entries,
+    on_gpu: bool = False,
+    buffer_bytes: int = BUFFER_BYTES,
+) -> int:
     """Bytes of the forward and backward of one part of an update."""
     if not part:
         return 0
@@ -91,7 +100,7 @@ def part_bytes(c: DrafterConfig, cfg: TrainParams, part: Entries, on_gpu: bool =
     rows = positions * cfg.steps
     logits = rows * (size * c.draft_vocab_size + 32 * c.hidden_size)
     logits += 4 * positions * c.draft_vocab_size  # the teacher's, of all steps at once
-    loss = min(BUFFER_BYTES, logits) + rows * size * c.hidden_size
+    loss = min(buffer_bytes, logits) + rows * size * c.hidden_size
     return tokens * token + rows * step + loss + cfg.steps * scores
 
 

@@ -15,7 +15,9 @@ from eagle3lib.drafter.model import Drafter, unroll
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.params import TrainParams
 from eagle3lib.target.model import DTYPES, TargetHead
+from eagle3lib.target.transfer import fetch, upload
 from eagle3lib.training.data import Batch, Entries, label_counts
+from eagle3lib.training.fused import buffer_bytes_on
 from eagle3lib.training.loss import (
     StepCounts,
     Teacher,
@@ -27,24 +29,36 @@ from eagle3lib.training.loss import (
     ttt_loss,
 )
 
+_LOGITS_BYTES = 512 << 20  # of the whole vocabulary that exist at once on a GPU
+
 
 @dataclass(frozen=True)
 class Labels:
     """What the target says of a batch, [N] each."""
 
     normed: Tensor  # [N, Ht]: final states after its norm
-    greedy: Tensor  # its most likely next token, -1 before the last prompt token
+    greedy: Tensor  # its most likely next token, on the host; -1 before the last prompt token
     logsumexp: Tensor  # of its whole vocabulary's logits / temperature, fp32
 
 
 class FullHead:
     """The target's norm and whole head on a device.
 
-    What it says of a conversation is kept once made: the full head at every epoch would cost more
-    than the drafter's own. Memory: 12 bytes a token that this process has met.
+    With ``keep``, what it says of a conversation is kept once made: the full head at every epoch
+    would cost a CPU more than the drafter's own. Memory: 12 bytes a token that this process has
+    met. States that are made anew are judged anew: a pack's rounding would stick, and a resumed
+    training would differ. ``dtype`` is that of its products on a GPU.
     """
 
-    def __init__(self, head: TargetHead, device: torch.device, temperature: float = 1.0):
+    def __init__(
+        self,
+        head: TargetHead,
+        device: torch.device,
+        temperature: float = 1.0,
+        *,
+        keep: bool = True,
+        dtype: torch.dtype = torch.float32,
+    ):
         if head.softcap:
             raise UserError(
                 "the target caps its logits softly (final_logit_softcapping)",
@@ -52,8 +66,10 @@ class FullHead:
             )
         for name in ("embedding", "norm", "head"):
             setattr(head, name, getattr(head, name).to(device))
-        self.head, self.temperature = head, temperature
-        self._known: dict[str, tuple[Tensor, Tensor]] = {}
+        self.head, self.temperature, self.device = head, temperature, device
+        self._known: dict[str, tuple[Tensor, Tensor]] | None = {} if keep else None
+        narrow = device.type == "cuda" and dtype.itemsize < 4
+        self._narrow = head.head.to(dtype) if narrow and not keep else None
 
     def rows(self, target_ids: Tensor) -> Tensor:
         """Rows of the head [D, Ht], such that logits are normed states times these."""
@@ -61,7 +77,24 @@ class FullHead:
 
     def labels(self, batch: Batch) -> Labels:
         """Of every token; what no label looks at is -1 and 0."""
+        return self.begin(batch)()
+
+    def begin(self, batch: Batch) -> Callable[[], Labels]:
+        """``labels`` begun: the call waits for a GPU to have made them, and for nothing after."""
+        normed = self.head.normed(batch.last.float())
+        if self._known is not None:
+            greedy, logsumexp = self._kept(batch)
+            return lambda: Labels(normed, greedy, upload(logsumexp, self.device))
+        at = upload(taught_index(batch.entries), self.device)
+        tokens, sums = self._judged(batch.last[at], normed[at])
+        greedy = tokens.new_full((len(normed),), -1).index_copy_(0, at, tokens)
+        logsumexp = sums.new_zeros(len(normed)).index_copy_(0, at, sums)
+        wait = fetch(greedy)
+        return lambda: Labels(normed, wait(), logsumexp)
+
+    def _kept(self, batch: Batch) -> tuple[Tensor, Tensor]:
         parts, start = [], 0
+        assert self._known is not None
         for entry in batch.entries:
             if entry.id not in self._known:
                 first = entry.prompt_tokens - 1
@@ -74,8 +107,29 @@ class FullHead:
             parts.append(self._known[entry.id])
             start += entry.tokens
         greedy, logsumexp = (torch.cat(part) for part in zip(*parts, strict=True))
-        device = batch.last.device
-        return Labels(self.head.normed(batch.last.float()), greedy, logsumexp.to(device))
+        return greedy, logsumexp
+
+    def _judged(self, last: Tensor, normed: Tensor) -> tuple[Tensor, Tensor]:
+        """Greedy tokens, and log sum exp of the logits / temperature."""
+        if self._narrow is None:
+            return self.head.greedy_and_logsumexp(last.float(), self.temperature)
+        chunk = max(256, _LOGITS_BYTES // (4 * len(self._narrow)))
+        tokens, sums = [], []
+        for part in normed.to(self._narrow.dtype).split(chunk):
+            # Logits rounded to eight bits would tie, and be wrong by some percent.
+            logits = torch.mm(part, self._narrow.T, out_dtype=torch.float32)
+            tokens.append(logits.argmax(-1))  # a scale is positive: it moves no maximum
+            sums.append(logits.mul_(self.head.scale / self.temperature).logsumexp(-1))
+        return torch.cat(tokens), torch.cat(sums)
+
+
+def taught_index(entries: Entries) -> Tensor:
+    """Packed indices of the states that labels are made of: from the last prompt token on."""
+    parts, start = [], 0
+    for entry in entries:
+        parts.append(torch.arange(start + entry.first_taught, start + entry.tokens))
+        start += entry.tokens
+    return torch.cat(parts)
 
 
 class Objective(nn.Module):
@@ -87,7 +141,8 @@ class Objective(nn.Module):
         self.drafter, self.cfg = drafter, cfg
         self.steps, self.dtype = cfg.steps, DTYPES[cfg.precision]
         self.draft_head = draft_head.to(self.dtype)
-        self.draft_of = draft_ids(drafter.t2d)
+        self.draft_of = draft_ids(drafter.t2d).cpu()
+        self.buffer_bytes = buffer_bytes_on(draft_head.device)
 
     def forward(
         self, batch: Batch | None, labels: Labels | None, scales: list[float]
@@ -99,7 +154,7 @@ class Objective(nn.Module):
             nothing = torch.stack([p.sum() * 0 for p in trained]).sum()
             return nothing, lambda: no_counts(self.steps)
         states, normed = batch.states.to(self.dtype), labels.normed.to(self.dtype)
-        steps = label_steps(batch.rows, labels.greedy, self.draft_of, self.steps)
+        steps = label_steps(batch.host, labels.greedy, self.draft_of, self.steps)
         made = unroll(self.drafter, batch.rows, states, self.steps, feed="truth")
         loss, sums = ttt_loss(
             self.drafter,
@@ -109,6 +164,7 @@ class Objective(nn.Module):
             scales,
             kind=self.cfg.loss,
             temperature=self.cfg.loss_temperature,
+            buffer_bytes=self.buffer_bytes,
         )
         return loss, lambda: step_counts(steps, sums)
 

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from eagle3lib.training.objective import Objective
 from eagle3lib.training.optim import Named, whole
 
 MakeObjective = Callable[[Drafter], Objective]
+Counts = Callable[[], list[StepCounts]]
 # Rank 0 evaluates while the others wait for its next collective.
 _PATIENCE = timedelta(hours=3)
 
@@ -97,10 +99,10 @@ class Replicated:
             for master, used in self._pairs:
                 used.copy_(master)
 
-    def backward(self, *inputs: Any, last: bool) -> list[StepCounts]:
-        """Add the gradients of one part of the update."""
+    def backward(self, *inputs: Any, last: bool) -> Counts:
+        """Add the gradients of one part of the update; the counts wait for the device."""
         if inputs[0] is None:
-            return no_counts(self._objective.steps)
+            return partial(no_counts, self._objective.steps)
         loss, counts = self._objective(*inputs)
         loss.backward()
         for master, used in self._pairs:
@@ -108,7 +110,7 @@ class Replicated:
                 assert master.grad is not None
                 master.grad.add_(used.grad)
                 used.grad = None
-        return counts()
+        return counts
 
     def clip(self, max_norm: float) -> float:
         """Sum the gradients of all ranks, and scale them to ``max_norm``; returns the norm
@@ -165,11 +167,11 @@ class Sharded:
         for parameter in self.named.values():
             parameter.grad = None
 
-    def backward(self, *inputs: Any, last: bool) -> list[StepCounts]:
+    def backward(self, *inputs: Any, last: bool) -> Counts:
         self._objective.set_requires_gradient_sync(last)
         loss, counts = self._objective(*inputs)
         loss.backward()
-        return counts()
+        return counts
 
     def clip(self, max_norm: float) -> float:
         norm: Any = torch.nn.utils.clip_grad_norm_(list(self.named.values()), max_norm)

@@ -72,7 +72,7 @@ def test_source_vllm_opens_vllm(run, tiny_target, tiny_rows, monkeypatch):
     class Engine(InProcess):
         """Stands in for the server: what it is asked for is what counts."""
 
-        def __init__(self, target, slots, dtype, work, max_model_len, extra_flags, say):
+        def __init__(self, target, slots, dtype, work, max_model_len, extra_flags, settings, say):
             longest = max(len(r.prompt_token_ids) + len(r.answer_token_ids) for r in tiny_rows)
             assert (work.name, max_model_len) == ("logs", longest + 1)
             assert extra_flags == ("--trust-remote-code",)

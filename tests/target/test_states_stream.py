@@ -1,8 +1,7 @@
-"""Live states are the stored ones, and reading ahead changes neither order nor memory."""
+"""Live states are the stored ones, however they are asked for."""
 
 import threading
-import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ import torch
 from eagle3lib.lab.errors import UserError
 from eagle3lib.target.capture import capture, forward_states
 from eagle3lib.target.states import StateStore
-from eagle3lib.target.stream import LiveStates, read_ahead, stream_states, token_groups
+from eagle3lib.target.stream import LiveStates, token_groups
 
 SLOTS = (2, 5, 7)
 
@@ -109,72 +108,3 @@ def test_token_groups(store):
         assert [e for group in groups for e in group] == entries
         for group in groups:
             assert len(group) == 1 or sum(e.tokens for e in group) <= most
-
-
-def test_streamed_rows_are_the_read_ones(store):
-    entries = store.entries[::-1]
-    streamed = list(stream_states(store, entries, group_tokens=40, ahead_tokens=100))
-    assert [row.entry for row in streamed] == entries
-    for row in streamed:
-        assert torch.equal(row.slots, store.row(row.entry).slots)
-
-
-@dataclass
-class Counting:
-    """A store that counts how far ahead of its user it was read."""
-
-    store: StateStore
-    begun: int = 0
-    fails_at: str = ""
-
-    def rows(self, entries, device="cpu"):
-        for entry in entries:
-            if entry.id == self.fails_at:
-                raise UserError("this one is bad")
-            self.begun += entry.tokens
-            yield self.store.row(entry)
-
-
-@pytest.fixture
-def groups(store):
-    return [[entry] for entry in store.entries]
-
-
-def test_never_more_is_begun_than_allowed(store, groups):
-    """Back-pressure: a user who stops to think stops the reader within ``ahead_tokens``."""
-    longest = max(group[0].tokens for group in groups)
-    for ahead in (1, longest, 3 * longest):
-        states, used = Counting(store), 0
-        for rows in read_ahead(states, groups, ahead_tokens=ahead):
-            used += rows[0].entry.tokens
-            time.sleep(0.002)
-            # What the user holds has been passed on; one group alone may exceed the allowance.
-            assert states.begun - used <= max(ahead, longest)
-        assert used == states.begun == sum(group[0].tokens for group in groups)
-
-
-def test_it_does_read_ahead(store, groups):
-    """While the user holds the first group the others are made, without being asked for."""
-    states = Counting(store)
-    rows = read_ahead(states, groups, ahead_tokens=10**6)
-    next(rows)
-    total, deadline = sum(group[0].tokens for group in groups), time.monotonic() + 10
-    while states.begun < total and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert states.begun == total
-
-
-def test_a_failure_comes_where_its_rows_would(store, groups):
-    bad = groups[4][0].id
-    rows = read_ahead(Counting(store, fails_at=bad), groups, ahead_tokens=10**6)
-    assert [next(rows)[0].entry.id for _ in range(4)] == [group[0].id for group in groups[:4]]
-    with pytest.raises(UserError, match="this one is bad"):
-        next(rows)
-
-
-def test_closing_stops_the_thread(store, groups):
-    before = set(threading.enumerate())
-    rows = read_ahead(Counting(store), groups, ahead_tokens=20)
-    next(rows)
-    rows.close()
-    assert set(threading.enumerate()) <= before

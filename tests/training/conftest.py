@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -34,11 +35,20 @@ def params(tiny_target):
     return make
 
 
+@pytest.fixture(scope="session")
+def tiny_answers(tiny_rows, tmp_path_factory):
+    """The tiny rows as phase 01 leaves them."""
+    folder = tmp_path_factory.mktemp("answered")
+    lines = [json.dumps(asdict(row)) for row in tiny_rows]
+    (folder / "answers.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
 @pytest.fixture
-def folders(tiny_states, tiny_vocab, tmp_path):
+def folders(tiny_states, tiny_vocab, tiny_answers, tmp_path):
     def make(name="phase", states=tiny_states, vocab=tiny_vocab):
         (tmp_path / name).mkdir(exist_ok=True)
-        return Folders(phase=tmp_path / name, states=states, vocab=vocab)
+        return Folders(phase=tmp_path / name, states=states, vocab=vocab, answers=tiny_answers)
 
     return make
 
@@ -62,7 +72,8 @@ def command(params):
     def make(where, **changes):
         cfg = params(**changes)
         job = {"params": cfg.model_dump(mode="json"), "threads": 1, "phase": str(where.phase),
-               "states": str(where.states), "vocab": str(where.vocab)}  # fmt: skip
+               "states": str(where.states), "vocab": str(where.vocab),
+               "answers": str(where.answers)}  # fmt: skip
         (where.phase / "job.json").write_text(json.dumps(job))
         start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
                  str(cfg.processes)] if cfg.processes > 1 else []  # fmt: skip

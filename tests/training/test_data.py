@@ -7,15 +7,18 @@ import pytest
 import torch
 
 from eagle3lib.drafter.align import base_positions, base_span, label_exists
+from eagle3lib.lab.errors import UserError
+from eagle3lib.target.model import TargetHead
 from eagle3lib.target.states import StateStore
 from eagle3lib.training.data import (
     epoch_updates,
     label_counts,
     load_batch,
-    prefetched,
     share_out,
     trainable,
 )
+from eagle3lib.training.feed import Feed
+from eagle3lib.training.objective import FullHead
 
 
 @pytest.fixture
@@ -116,29 +119,52 @@ def test_a_cut_row_is_the_beginning_of_the_whole_one(tiny_states):
     assert torch.equal(batch.last[:12], first.last[:12])
 
 
-def test_batches_are_read_ahead_by_one():
-    """In order, on another thread, and never more than two of them at once."""
-    made = []
+class Watched(StateStore):
+    """Says which conversations were asked for, and on which thread; one of them may be bad."""
 
-    def load(job):
-        made.append((job, threading.current_thread() is threading.main_thread()))
-        return job * 10
+    bad = ""
 
-    results = prefetched(load, range(6))
-    for index, result in enumerate(results):
-        assert result == index * 10
-        assert len(made) <= index + 2
-    assert [job for job, _ in made] == list(range(6))
-    assert not any(main for _, main in made)
+    def rows(self, entries, device="cpu"):
+        self.asked = [*getattr(self, "asked", []), *(e.id for e in entries)]
+        assert threading.current_thread() is not threading.main_thread()
+        if self.bad in [e.id for e in entries]:
+            raise UserError("cut short")
+        return super().rows(entries, device)
 
 
-def test_a_fault_of_the_reader_reaches_the_trainer():
-    def load(job):
-        if job == 2:
-            raise ValueError("cut short")
-        return job
+@pytest.fixture
+def feed(tiny_states, tiny_target):
+    """(the states, their feed) of one conversation a part."""
 
-    results = prefetched(load, range(4))
-    assert [next(results), next(results)] == [0, 1]
-    with pytest.raises(ValueError, match="cut short"):
-        next(results)
+    def make(bad=""):
+        states = Watched(tiny_states)
+        states.bad = bad or "none"
+        head = FullHead(TargetHead(tiny_target), torch.device("cpu"))
+        jobs = [[e] for e in trainable(states.select(split="train")).entries[:6]]
+        return states, jobs, Feed(states, head, [*jobs, []])
+
+    return make
+
+
+def test_parts_come_in_order_read_ahead_by_one_on_another_thread(feed):
+    states, jobs, parts = feed()
+    for index, job in enumerate(jobs):
+        batch, labels = next(parts)
+        assert batch.entries == job
+        assert len(labels.greedy) == job[0].tokens
+        assert len(states.asked) <= index + 2
+    assert next(parts) is None  # a part without conversations
+    with pytest.raises(StopIteration):
+        next(parts)
+    assert states.asked == [job[0].id for job in jobs]
+
+
+def test_a_fault_of_the_reader_comes_where_its_part_would(feed, tiny_states):
+    third = trainable(StateStore(tiny_states).select(split="train")).entries[2].id
+    _, jobs, parts = feed(bad=third)
+    assert [next(parts)[0].entries for _ in range(2)] == jobs[:2]
+    with pytest.raises(UserError, match="cut short"):
+        next(parts)
+    before = threading.active_count()
+    parts.close()
+    assert threading.active_count() <= before

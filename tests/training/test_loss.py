@@ -216,7 +216,7 @@ def test_the_way_of_a_gpu_is_the_same(kind, monkeypatch):
     expected = case.fused(kind)
     monkeypatch.setattr(fused, "_on_cpu", lambda weight: False)
     monkeypatch.setattr(fused, "_compiled", lambda function: function)
-    monkeypatch.setattr(fused, "_PART_BYTES", 0)
+    monkeypatch.setattr(fused, "_PARTS", 1 << 40)
     monkeypatch.setattr(fused, "_PART_ROWS", 4)
     for size in (1, 60_000, 1 << 30):
         found = case.fused(kind, buffer_bytes=size)

@@ -54,9 +54,11 @@ def kill(params, folders, tiny_target):
         (1, {}),
         (5, {"checkpoint_every": 4, "checkpoint_every_s": 0.0}),
         (6, {"checkpoint_every": 4, "checkpoint_every_s": 0.0, "optimizer": "muon"}),
+        (5, {"checkpoint_every": 4, "checkpoint_every_s": 0.0, "states": "live"}),
     ],
     ids=["between epochs", "within an epoch", "far from a checkpoint", "before any checkpoint",
-         "with a checkpoint within the epoch", "with one at the epoch's end, muon"],
+         "with a checkpoint within the epoch", "with one at the epoch's end, muon",
+         "with states that the target makes"],
 )  # fmt: skip
 def test_killed_and_resumed_is_uninterrupted(
     train, kill, params, tiny_target, dies_at, changes, on
@@ -136,10 +138,11 @@ def test_nan_stops_before_the_weights_are_spoilt(train, kill, params, tiny_targe
     whole = train("whole", checkpoint_every_s=0.0)
 
     class Poisoned(Trainer):
-        def _backward(self, batch, scales, *, last):
+        def _update(self, update, parts):
             if self.at.update == 5:
-                batch.last[9] = torch.nan
-            return super()._backward(batch, scales, last=last)
+                parts.ahead()
+                parts._part[1].normed[9] = torch.nan
+            return super()._update(update, parts)
 
     where = kill(0)
     shutil.rmtree(where.phase / "checkpoints", ignore_errors=True)
