@@ -64,10 +64,13 @@ Parts = Iterator[Batch | None]
 class Trainer:
     """One rank of a training job. Cost of an update: one ``unroll`` and its backward a part."""
 
-    def __init__(self, cfg: TrainParams, target: Target, folders: Folders):
+    def __init__(
+        self, cfg: TrainParams, target: Target, folders: Folders, states: StateStore | None = None
+    ):
+        """``states``: in place of those of the folder."""
         self.cfg, self.folders = cfg, folders
         self.place = Place.open(cfg.device)
-        self.store = _open_states(folders, target)
+        self.store = states or _open_states(folders, target)
         self.vocab = VocabMap.load(folders.vocab)
         self.selection = trainable(self.store.select(split="train"), cfg.max_tokens_per_row)
         if not self.selection.entries:
