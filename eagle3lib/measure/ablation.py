@@ -19,6 +19,7 @@ import pandas as pd
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import read_jsonl
 from eagle3lib.measure.arms import RequestRow
+from eagle3lib.measure.peer import UNTRAINED
 
 GREEDY, SAMPLED = JUDGEMENTS = ("greedy", "sampled")
 _RESAMPLES = 2000
@@ -56,6 +57,32 @@ def offline_counts(results: list[dict[str, Any]]) -> dict[str, Counts]:
             expected="one run of the ablation, all cells finished",
         )
     return found
+
+
+def baseline_lengths(results: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Judgement -> name -> length of what has learnt nothing, on the workload's held-out answers;
+    an untrained drafter's is the mean over seeds."""
+    pooled = results[0]["baselines"]
+    greedy = {n: pooled[f"{n}_workload"]["acceptance_length"] for n in ("unigram", "bigram")}
+    fresh = [r["untrained"] for r in results]
+    first = [x["sets"]["workload"]["acceptance_length"] for x in fresh]
+    chain = [x["estimates"]["workload"]["sampled_length"] for x in fresh]
+    return {
+        GREEDY: greedy | {UNTRAINED: float(np.mean(first))},
+        SAMPLED: {UNTRAINED: float(np.mean(chain))},
+    }
+
+
+def arms_to_serve(
+    results: list[dict[str, Any]], variants: list[str], seeds: int, folder: Path
+) -> dict[str, tuple[str, Path]]:
+    """Arm -> (variant, drafter's folder): the first ``seeds`` seeds of each variant."""
+    arms = {}
+    for variant in variants:
+        cells = sorted((r for r in results if r["variant"] == variant), key=lambda r: r["seed"])
+        for cell in cells[:seeds]:
+            arms[f"{variant}, seed {cell['seed']}"] = (variant, folder / cell["drafter"])
+    return arms
 
 
 def served_counts(rows: list[RequestRow], variants: dict[str, str]) -> dict[str, Counts]:
@@ -125,10 +152,11 @@ def _lengths(own: Counts) -> dict[str, np.ndarray]:
     for name, counts in own.items():
         seeds, conversations = counts.shape[:2]
         draw = np.random.default_rng(0)
-        of_seed = draw.multinomial(seeds, np.full(seeds, 1 / seeds), _RESAMPLES)
+        # Conversations first: variants share them even where they differ in seeds.
         of_conversation = draw.multinomial(
-            conversations, np.full(conversations, 1 / conversations), _RESAMPLES
+            conversations, [1 / conversations] * conversations, _RESAMPLES
         )
+        of_seed = draw.multinomial(seeds, [1 / seeds] * seeds, _RESAMPLES)
         sums = np.einsum("bs,bc,sckj->bkj", of_seed, of_conversation, counts, optimize=True)
         found[name] = np.concatenate([[length_of(counts.sum((0, 1)))], length_of(sums)])
     return found
@@ -141,7 +169,8 @@ def _estimate(values: np.ndarray) -> Estimate:
 
 def finalists(found: dict[str, dict[str, Estimate]], most: int) -> list[str]:
     """At most so many variants, the best score first."""
-    return sorted(found, key=lambda variant: -found[variant]["score"].value)[:most]
+    ranked = sorted(found, key=lambda variant: -found[variant]["score"].value)
+    return [variant for variant in ranked if variant != UNTRAINED][:most]
 
 
 def winner(found: dict[str, dict[str, Estimate]], reference: str) -> str:
@@ -153,7 +182,7 @@ def winner(found: dict[str, dict[str, Estimate]], reference: str) -> str:
 
 def ablation_table(found: dict[str, dict[str, Estimate]]) -> pd.DataFrame:
     """Lengths and ratios as people read them, the best score first."""
-    order = finalists(found, len(found))
+    order = [*finalists(found, len(found)), *({UNTRAINED} & set(found))]
     return pd.DataFrame(
         [{"loss": v} | {name: str(e) for name, e in found[v].items()} for v in order]
     )
