@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import read_json
+from eagle3lib.lab.machine import keep_freed_memory
 from eagle3lib.lab.params import TrainParams
 from eagle3lib.target.folder import open_target
 from eagle3lib.training.checkpoints import Folders
@@ -22,6 +23,8 @@ from eagle3lib.training.loop import Trainer
 def main() -> int:
     job = read_json(Path(sys.argv[1]))
     torch.set_num_threads(int(job["threads"]))
+    if not torch.cuda.is_available():
+        keep_freed_memory()
     folders = Folders(*(Path(job[name]) for name in ("phase", "states", "vocab")))
     try:
         cfg = TrainParams.checked(job["params"], sys.argv[1])

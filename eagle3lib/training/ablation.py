@@ -1,13 +1,14 @@
 """Losses compared by drafters that are trained to the end on equal tokens, with several seeds.
 
     python -m eagle3lib.training.ablation --target FOLDER --rows answers.jsonl.gz --out DIR \\
-        --losses kl,ce,rkl,tv,lk,hybrid,kl+step_weight=1.0,kl+loss_temperature=0.7 \\
+        --losses kl,ce,rkl,tv,lk,hybrid,kl+step_weight:1.0,kl+loss_temperature:0.7 \\
         --seeds 0,1,2 --tokens 1000000 --set batch_tokens=4096 --device cuda --jobs 7
 
-A variant is a loss and, after plus signs, any other parameters of phase 04; a cell is a variant and
-a seed. All cells see the same conversations (in an order of the seed), vocabulary map and number of
-tokens. The target's states are made once a process and stay in memory; ``--jobs`` processes share
-the cells, and the device, in order, so that a process meets few variants (a GPU compiles each).
+A variant is a loss and, after plus signs, other parameters of phase 04 (name:value); a cell is a
+variant and a seed. All cells see the same conversations (in an order of the seed), vocabulary map
+and number of tokens. The target's states are made once a process and stay in memory; ``--jobs``
+processes share the cells, and the device, in order, so that a process meets few variants (a GPU
+compiles each).
 
     DIR/vocab_map.safetensors
     DIR/cells/VARIANT-SEED/drafter/      the last weights, as an engine serves them
@@ -38,7 +39,7 @@ from eagle3lib.data.rows import json_line
 from eagle3lib.lab.child import Child
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import read_json, write_atomic, write_json
-from eagle3lib.lab.machine import free_cores
+from eagle3lib.lab.machine import free_cores, keep_freed_memory
 from eagle3lib.training.ablation_cells import Ablation, Cell, Workbench
 from eagle3lib.training.evaluate import chain_length
 
@@ -173,6 +174,8 @@ def main(arguments: list[str] | None = None) -> int:
     job = job_of(options)
     # A process meets several losses, and each is another specialisation of the same function.
     torch._dynamo.config.recompile_limit = 64
+    if not torch.cuda.is_available():
+        keep_freed_memory()
     try:
         if options.share:
             share, shares = (int(part) for part in options.share.split("/"))

@@ -49,11 +49,12 @@ class Cell:
     def params(self, common: dict[str, Any]) -> TrainParams:
         """Raises ``UserError`` for a variant that names no loss or no parameter of phase 04."""
         loss, *more = self.variant.split("+")
-        if any("=" not in word for word in more):
+        if any(":" not in word for word in more):
             raise UserError(
-                f"variant {self.variant!r}", expected="a loss, or LOSS+name=value+name=value"
+                f"variant {self.variant!r}", expected="a loss, or LOSS+name:value+name:value"
             )
-        own = {"loss": loss, "seed": self.seed} | parse_arguments(more)[1]
+        words = [word.replace(":", "=", 1) for word in more]
+        own = {"loss": loss, "seed": self.seed} | parse_arguments(words)[1]
         return TrainParams.checked(common | own, f"variant {self.variant}")
 
     def folder(self, out: Path) -> Path:

@@ -14,7 +14,7 @@ from eagle3lib.training import ablation
 from eagle3lib.training.ablation import lengths, run_ablation, share_of
 from eagle3lib.training.ablation_cells import Ablation, Cell, KeptStates
 
-VARIANTS = ("kl", "lk+step_weight=1.0")
+VARIANTS = ("kl", "lk+step_weight:1.0")
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_shares_are_a_partition_of_near_equal_size(shares):
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
-@pytest.mark.parametrize("variant", ["klx", "kl+stepweight=1", "kl+muon", "kl+step_weight=3"])
+@pytest.mark.parametrize("variant", ["klx", "kl+stepweight:1", "kl+muon", "kl+step_weight:3"])
 def test_a_variant_that_is_none_is_refused_before_any_work(job, variant, tmp_path):
     with pytest.raises(UserError, match=r"(?s)variant"):
         run_ablation(replace(job, out=tmp_path, variants=(variant,)))
