@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import read_json
+from eagle3lib.lab.machine import keep_freed_memory
 from eagle3lib.lab.params import TrainParams
 from eagle3lib.target.folder import open_target
 from eagle3lib.training.checkpoints import Folders
@@ -23,6 +24,8 @@ from eagle3lib.training.loop import Trainer
 def main() -> int:
     job = read_json(Path(sys.argv[1]))
     torch.set_num_threads(int(job["threads"]))
+    if not torch.cuda.is_available():
+        keep_freed_memory()
     names = ("phase", "states", "vocab", "answers")
     folders = Folders(*(Path(job[name]) for name in names if name in job))
     try:

@@ -74,22 +74,23 @@ def chain_sums(
     teacher: Labels,
     draft_head: Float[Tensor, "D H"],
     steps: int,
-) -> Float[Tensor, "K 3"]:
-    """Of every step: labels, how many the first choice has right, and their summed overlap
-    min(p, q)."""
+) -> Float[Tensor, "C K 3"]:
+    """Of every conversation and step: labels, how many the first choice has right, and their
+    summed overlap min(p, q). Conversations without a base position are left out."""
     rows, states = batch.rows, batch.states.to(drafter.fc.weight.dtype)
-    sums = torch.zeros(steps, 3, dtype=torch.float64, device=states.device)
+    starts, owner = rows.row_start.unique(return_inverse=True)
     greedy = teacher.greedy.to(states.device)
+    sums = torch.zeros(len(starts), steps, 3, dtype=torch.float64, device=states.device)
     for step, made in enumerate(unroll(drafter, rows, states, steps, feed="truth")):
         exists = label_exists(rows.base, step, rows.total)
         index = (rows.row_start + teacher_index(rows.base, step))[exists]
-        pieces = (x.split(_CHUNK_POSITIONS) for x in (made.hidden[exists], index))
-        for hidden, at in zip(*pieces, strict=True):
+        parts = (made.hidden[exists], index, owner[exists])
+        for hidden, at, own in zip(*(x.split(_CHUNK_POSITIONS) for x in parts), strict=True):
             q = drafter.logits(hidden).float().softmax(-1)
             p = (teacher.normed[at] @ draft_head.T - teacher.logsumexp[at, None]).exp()
             right = drafter.target_ids(q.argmax(-1)) == greedy[at]
-            sums[step, 0] += len(at)
-            sums[step, 1:] += torch.stack((right.sum(), q.minimum(p).sum()))
+            found = (torch.ones_like(right), right, q.minimum(p).sum(-1))
+            sums[:, step].index_add_(0, own, torch.stack([x.double() for x in found], dim=1))
     return sums.cpu()
 
 

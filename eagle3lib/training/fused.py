@@ -6,7 +6,12 @@ its gradients are made at once too, as in fused linear losses, so that nothing o
 it. Kept are the gradients of the hidden states, of the norm and, in fp32, of the head.
 
 Memory beyond inputs and gradients: about ``buffer_bytes``, whatever the vocabulary, positions and
-steps. Cost: 6 D H FLOP per row that counts, 2 D H per teacher row. Imports torch alone.
+steps. Cost: 6 D H FLOP per row that counts, 2 D H per teacher row.
+
+Kinds whose gradient jumps (``kinds.JUMPS``) get logits as exact as fp32 from bf16 too: the rounding
+of the normed state alone would put too many tokens on the wrong side. A GPU multiplies the state's
+upper and lower eight bits apart (2 D H more per row); on a CPU, whose bf16 products have no fp32
+result, all products of these kinds are fp32. Imports torch alone.
 """
 
 from __future__ import annotations
@@ -18,9 +23,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from eagle3lib.target.transfer import upload
-from eagle3lib.training.kinds import SCRATCHES, TeacherRows, drafter_rows, teacher_rows
+from eagle3lib.training.kinds import JUMPS, SCRATCHES, TeacherRows, drafter_rows, teacher_rows
 
 # The head's gradient is read and written whole once a chunk: much smaller chunks are bound by that,
 # larger ones gain little. A GPU run of 8,192 positions at D = 151,936 still fits in 1 GB with this,
@@ -131,12 +137,14 @@ class _Walk:
         norm: Sequence[Tensor],
         hidden: Sequence[Tensor],
     ):
-        self.spec, self.compute, self.wanted = spec, compute, wanted
+        self.spec, self.wanted = spec, wanted
         self.norm, self.hidden, self.weight = norm, hidden, weight
         self.on_cpu = _on_cpu(weight)
+        self.exact = spec.kind in JUMPS and compute.itemsize < 4
+        self.compute = torch.float32 if self.exact and self.on_cpu else compute
         self.wide = torch.float64 if compute == torch.float64 else torch.float32
-        self.head = weight.detach().to(compute)
-        self.teacher_head = spec.draft_head.to(compute)
+        self.head = weight.detach().to(self.compute)
+        self.teacher_head = spec.draft_head.to(self.compute)
         self.chunks = [c.to(weight.device) for c in plan_chunks(spec, *self._sizes())]
         self.scale = upload(torch.tensor(spec.scale, dtype=self.wide), weight.device)
         self.of_norm = [torch.zeros_like(p, dtype=self.wide) for p in norm]
@@ -197,8 +205,8 @@ class _Walk:
         picked = [self.hidden[step].detach().index_select(0, base) for step, base in chunk.rows]
         leaf = torch.cat(picked).requires_grad_(self.wanted)
         with torch.set_grad_enabled(self.wanted):
-            normed = self.spec.norm(leaf)
-        x = normed.detach().to(self.compute)
+            normed = self._normed(leaf)
+        x = normed.detach()
         gradient, factor, values = self._rows(chunk, x, self._teacher(chunk))
         if self.wanted:
             factor = (factor * self.scale[chunk.step])[:, None]
@@ -208,6 +216,12 @@ class _Walk:
             if self.of_head is not None:
                 self._add_to_head(gradient, (x * factor).to(self.compute))
         return values
+
+    def _normed(self, leaf: Tensor) -> Tensor:
+        if not self.exact:
+            return self.spec.norm(leaf)
+        wide = {name: p.to(self.wide) for name, p in self.spec.norm.named_parameters()}
+        return functional_call(self.spec.norm, wide, (leaf.to(self.wide),))
 
     def _teacher(self, chunk: Chunk) -> TeacherRows:
         spec, count = self.spec, len(chunk.teacher)
@@ -234,8 +248,9 @@ class _Walk:
     def _rows(self, chunk: Chunk, x: Tensor, teacher: TeacherRows) -> tuple[Tensor, Tensor, Tensor]:
         """(gradient by the logits [R, D] but for its factor [R], that factor, values [R, 3])."""
         spec, count, found = self.spec, len(x), []
+        upper = x.to(self.compute)
         if self.on_cpu:
-            gradient = torch.mm(x, self.head.T, out=self.logits[:count])
+            gradient = torch.mm(upper, self.head.T, out=self.logits[:count])
             for a, b, scratch in self._tiles(count):
                 rows = gradient[a:b]  # takes the place of the logits
                 labels = (teacher, chunk.own[a:b], chunk.token[a:b])
@@ -243,9 +258,12 @@ class _Walk:
                     drafter_rows(spec.kind, rows, *labels, spec.temperature, rows, scratch)
                 )
         else:
-            gradient, work = x.new_empty(count, len(self.head)), _compiled(drafter_rows)
+            gradient, work = upper.new_empty(count, len(self.head)), _compiled(drafter_rows)
             for a, b in _spans(count, self._part_rows()):
-                logits = _product(x[a:b], self.head)
+                logits = _product(upper[a:b], self.head)
+                if self.exact:
+                    lower = (x[a:b] - upper[a:b]).to(self.compute)
+                    _add_product(logits, lower.T, self.head.T)
                 labels = (teacher, chunk.own[a:b], chunk.token[a:b])
                 found.append(work(spec.kind, logits, *labels, spec.temperature, gradient[a:b]))
         loss, factor, alpha, right = (torch.cat(part) for part in zip(*found, strict=True))

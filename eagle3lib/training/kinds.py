@@ -21,6 +21,11 @@ temperature T (what an engine's sampler does to both), and softmax in fp32:
 that there is nothing left to learn. ``lk`` and ``hybrid`` are the losses of arXiv 2602.23881 with
 its best rate, 3; the weight w is made per position (the paper pools alpha over a batch), so that a
 position's loss depends neither on its chunk nor on its rank.
+
+The gradient of ``tv`` jumps where q = p, so logits that are wrong by e put tokens with |log q / p|
+below e on the other side: a share of e of them, each wrong by all of itself, so that the norm of
+the gradient's error goes with the square root of e, not with e. Products of bf16 alone (e about
+0.003) leave 3 % and more. ``JUMPS`` names the kinds that need logits as exact as fp32 (``fused``).
 """
 
 from __future__ import annotations
@@ -32,6 +37,7 @@ import torch
 from torch import Tensor
 
 KINDS = ("kl", "ce", "rkl", "tv", "lk", "hybrid")
+JUMPS = frozenset({"tv", "lk", "hybrid"})
 HYBRID_RATE = 3.0
 
 

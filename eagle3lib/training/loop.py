@@ -63,11 +63,14 @@ _BASELINE_TOKENS = 2_000_000  # counts change little beyond; reading on would de
 class Trainer:
     """One rank of a training job. Cost of an update: one ``unroll`` and its backward a part."""
 
-    def __init__(self, cfg: TrainParams, target: Target, folders: Folders):
+    def __init__(
+        self, cfg: TrainParams, target: Target, folders: Folders, states: States | None = None
+    ):
+        """``states``: in place of those of the folder."""
         self.cfg, self.folders = cfg, folders
         self._started_s, self._stopping = time.monotonic(), False
         self.place = Place.open(cfg.device)
-        self.store = open_states(cfg, folders, target, str(self.place.device))
+        self.store = states or open_states(cfg, folders, target, str(self.place.device))
         self.vocab = VocabMap.load(folders.vocab)
         self.selection = trainable(self.store.select(split="train"), cfg.max_tokens_per_row)
         if not self.selection.entries:

@@ -32,7 +32,7 @@ def test_estimates_are_those_of_a_plain_loop(random_drafter, tiny_states, tiny_t
     entries = trainable(store.select(split="heldout")).entries[:2]
     batch, allowed = load_batch(store, entries), torch.arange(300)[drafter.t2d]
     teacher = head.labels(batch)
-    found = chain_estimates(chain_sums(drafter, batch, teacher, target.head[allowed], STEPS))
+    found = chain_estimates(chain_sums(drafter, batch, teacher, target.head[allowed], STEPS).sum(0))
     with torch.no_grad():
         made = unroll(drafter, batch.rows, batch.states, STEPS, feed="truth")
     start = index = 0
@@ -67,7 +67,7 @@ def test_a_drafter_that_is_the_target_is_always_accepted(random_drafter, tiny_st
         normed[where] = drafter.norm(made[0].hidden)
         logits = normed @ drafter.lm_head.weight.T
     teacher = Labels(normed, logits.argmax(-1), logits.logsumexp(-1))
-    found = chain_estimates(chain_sums(drafter, batch, teacher, drafter.lm_head.weight, 1))
+    found = chain_estimates(chain_sums(drafter, batch, teacher, drafter.lm_head.weight, 1).sum(0))
     assert found["top1_length"] == 2
     assert found["sampled_length"] == pytest.approx(2, abs=1e-4)
 

@@ -143,24 +143,50 @@ def test_every_kind_is_its_definition(kind, temperature, mass):
     assert torch.allclose(sums, expected_sums, rtol=1e-10)
 
 
-# The gradients of tv and lk jump where q = p: rounding puts some tokens on the other side.
-JUMPING = {"tv", "lk"}
-
-
 @pytest.mark.parametrize(
-    ("dtype", "bound", "jump_bound"),
-    [(torch.float32, 0.002, 0.002), (torch.bfloat16, 0.02, 0.2)],
-    ids=["fp32", "bf16"],
+    ("dtype", "bound"), [(torch.float32, 0.002), (torch.bfloat16, 0.02)], ids=["fp32", "bf16"]
 )
+@pytest.mark.parametrize("way", ["cpu", "gpu"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_lower_precision_is_near(kind, dtype, bound, jump_bound):
+def test_lower_precision_is_near(kind, way, dtype, bound, monkeypatch):
+    """Of fp64 that starts from the same rounded numbers, gradients that jump included."""
     case = Case(dtype=dtype)
+    if way == "gpu":
+        as_on_a_gpu(monkeypatch)
     loss, gradients, _ = case.fused(kind)
     expected_loss, expected, _ = case.plain(kind)
     assert float(loss) == pytest.approx(float(expected_loss), rel=bound)
     for found, wanted in zip(gradients, expected, strict=True):
         assert found.dtype == dtype
-        assert error(found, wanted) < (jump_bound if kind in JUMPING else bound)
+        assert error(found, wanted) < bound
+
+
+@pytest.mark.parametrize("way", ["cpu", "gpu"])
+@pytest.mark.parametrize("kind", ["tv", "lk"])
+def test_a_gradient_that_jumps_needs_exact_logits(kind, way, monkeypatch):
+    """A drafter near its target has many tokens near p = q: with the upper bits of the normed
+    state alone, some percent of the gradient are wrong."""
+    sizes = "--draft-vocab 4096 --hidden 576 --steps 1 --check-positions 64"
+    options = bench_loss.parse(["--kind", kind, *sizes.split()])
+    options.dtype = torch.bfloat16
+    if way == "gpu":
+        as_on_a_gpu(monkeypatch)
+    exact = max(bench_loss.errors(options).values())
+    monkeypatch.setattr(fused, "JUMPS", frozenset())
+    assert exact < 0.005 < 0.01 < max(bench_loss.errors(options).values())
+
+
+def as_on_a_gpu(monkeypatch):
+    """Its parts, buffers and layout of the head's gradient, without the compiler; products of
+    narrow factors have a wide result."""
+
+    def wide(x):
+        return x.float() if x.dtype.itemsize < 4 else x
+
+    monkeypatch.setattr(fused, "_on_cpu", lambda weight: False)
+    monkeypatch.setattr(fused, "_compiled", lambda function: function)
+    monkeypatch.setattr(fused, "_product", lambda x, weight: wide(x) @ wide(weight).T)
+    monkeypatch.setattr(fused, "_add_product", lambda total, g, x: total.addmm_(wide(g).T, wide(x)))
 
 
 def test_autocast_multiplies_in_bf16_and_returns_what_it_was_given():
@@ -211,11 +237,9 @@ def test_chunks_keep_to_their_budget(budget):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_way_of_a_gpu_is_the_same(kind, monkeypatch):
-    """Its parts, buffers and layout of the head's gradient, without the compiler."""
     case = Case()
     expected = case.fused(kind)
-    monkeypatch.setattr(fused, "_on_cpu", lambda weight: False)
-    monkeypatch.setattr(fused, "_compiled", lambda function: function)
+    as_on_a_gpu(monkeypatch)
     monkeypatch.setattr(fused, "_PARTS", 1 << 40)
     monkeypatch.setattr(fused, "_PART_ROWS", 4)
     for size in (1, 60_000, 1 << 30):
