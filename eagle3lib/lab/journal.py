@@ -66,7 +66,9 @@ def keep_profile(folder: Path, params: Mapping[str, PhaseParams]) -> None:
                 kept[name].pop(shared, None)
         text = yaml.safe_dump(kept, sort_keys=True, allow_unicode=True)
         if not path.exists() or path.read_text(encoding="utf-8") != text:
-            write_text(path, "# What this run was made with; what is not named is a default.\n" + text)
+            write_text(
+                path, "# What this run was made with; what is not named is a default.\n" + text
+            )
 
 
 def skip_gate(folder: Path, gate: str, baseline: str, why: str, who: str = "") -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """What is large in a run, can be made again, and who reads it: hidden states and checkpoints.
 
 ``eagle3 clean`` frees a kind and says so in the manifest of the phase that made it, which stays
-whole: its result, and so its fingerprint, is known. A phase that needs the files has them made again.
+whole: its result, and so its fingerprint, is known. Whoever needs the files has them made again.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def render_notebook(notebook: Path, html: Path, *, plotly_js: bool | str = True)
     from nbconvert import HTMLExporter
 
     node = nbformat.read(notebook, as_version=4)
-    _draw_figures(node, plotly_js)
+    _draw_figures(node, notebook.stem, plotly_js)
     config = Config()
     config.TagRemovePreprocessor.enabled = True
     config.TagRemovePreprocessor.remove_input_tags = {"hide-input"}
@@ -53,7 +53,8 @@ def page_template(
     return environment.get_template(name)
 
 
-def _draw_figures(node: Any, plotly_js: bool | str) -> None:
+def _draw_figures(node: Any, name: str, plotly_js: bool | str) -> None:
+    drawn = 0
     for cell in node.cells:
         for output in cell.get("outputs", []):
             data = output.get("data", {})
@@ -64,9 +65,11 @@ def _draw_figures(node: Any, plotly_js: bool | str) -> None:
                 {"data": figure["data"], "layout": figure["layout"]},
                 include_plotlyjs=plotly_js,
                 full_html=False,
-                config={"displaylogo": False},
+                div_id=f"{name}-{drawn}",  # not plotly's random one: equal notebooks, equal pages
+                config={"displaylogo": False, "responsive": True},
                 validate=False,
             )
+            drawn += 1
             plotly_js = False  # the library once a page
 
 
