@@ -132,6 +132,8 @@ def page_figures(run: str) -> dict[str, go.Figure]:
     rows = read_jsonl(folder / "04_train_drafter" / "metrics.jsonl")
     if rows and "04_train_drafter" in metrics:
         figures["heldout"] = heldout_curves(rows)
+    for figure in figures.values():  # above it, the legend of a narrow screen covers the title
+        figure.update_layout(legend={"x": 0, "xanchor": "left", "y": -0.25, "yanchor": "top"})
     return figures
 
 
