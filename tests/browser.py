@@ -10,8 +10,10 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from urllib.request import urlopen
 
 import websocket
@@ -65,11 +67,19 @@ class Tab:
         while not self._loaded:
             self._read()
 
-    def find(self, script: str) -> object:
+    def find(self, script: str) -> Any:
         """What a JavaScript expression gives, as JSON."""
         got = self.ask("Runtime.evaluate", expression=script, returnByValue=True)
         assert "exceptionDetails" not in got, got
         return got["result"].get("value")
+
+    def wait_for(self, script: str, wanted: Callable[[Any], bool]) -> Any:
+        """What the script gives once it is what is wanted: figures are drawn after the load."""
+        deadline = time.monotonic() + _LOAD_S
+        while not wanted(found := self.find(script)):
+            assert time.monotonic() < deadline, found
+            time.sleep(0.1)
+        return found
 
     def press(self, key: str, code: int) -> None:
         for kind in ("rawKeyDown", "keyUp"):
