@@ -10,7 +10,7 @@ from pathlib import Path
 from plotly.offline import get_plotlyjs
 
 from eagle3lib.lab.errors import UserError
-from eagle3lib.lab.files import write_atomic, write_text
+from eagle3lib.lab.files import read_json, write_atomic, write_text
 from eagle3lib.lab.params import PHASES
 from eagle3lib.lab.run import run_folder
 from eagle3lib.report.page import build_page, forget_machine, page_figures
@@ -34,10 +34,17 @@ def write_bundle(run: str, out: Path) -> Path:
             if (folder / name).exists():
                 (root / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(folder / name, root / name)
-        forget_machine(root)
+        forget_machine(root, _absolute_paths(folder))
         write_text(root / "plotly.min.js", get_plotlyjs())
         write_atomic(out, lambda temporary: _zip(root, temporary))
     return out
+
+
+def _absolute_paths(folder: Path) -> set[str]:
+    """Every absolute path that a parameter of the run names."""
+    recorded = [p for phase in PHASES if (p := folder / phase / "inputs.json").exists()]
+    values = [v for p in recorded for v in read_json(p)["params"].values()]
+    return {v for v in values if isinstance(v, str) and Path(v).is_absolute() and Path(v).name}
 
 
 def _zip(root: Path, out: Path) -> None:

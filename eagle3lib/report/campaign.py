@@ -93,7 +93,8 @@ def _phase(
         if changed:
             state, detail = "out of date", f"{', '.join(changed)} changed"
         told = [
-            f"{kind} freed on {facts['when'][:10]}; made again by {facts['again']}"
+            f"{kind} freed on {facts['when'][:10]}; made again by "
+            + facts["again"].replace("PROFILE", _profile(folder))
             for kind, facts in freed(folder, name).items()
         ]
         detail = "; ".join(filter(None, [detail, *told]))

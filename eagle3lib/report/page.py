@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +58,16 @@ def refresh_page(run: str) -> None:
         build_page(run)
 
 
-def forget_machine(folder: Path) -> None:
-    """What strangers get shows no path of the machine that made it."""
+def forget_machine(folder: Path, own_paths: Iterable[str] = ()) -> None:
+    """What strangers get shows no path of the machine that made it; of ``own_paths``, the absolute
+    ones of the parameters, the last part is kept."""
+    known = [(outputs_root(), "outputs"), (ROOT, "."), (Path.home(), "~")]
+    named = [(path, Path(path).name) for path in sorted(own_paths, key=len, reverse=True)]
     for page in folder.rglob("*"):
         if page.suffix not in (".html", ".json", ".jsonl", ".yaml", ".md"):
             continue
         text = page.read_text(encoding="utf-8")
-        for path, shown in ((outputs_root(), "outputs"), (ROOT, "."), (Path.home(), "~")):
+        for path, shown in [*named, *known]:
             text = text.replace(str(path), shown)
         write_text(page, text)
 
