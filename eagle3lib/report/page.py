@@ -137,7 +137,9 @@ def page_figures(run: str) -> dict[str, go.Figure]:
     if rows and "04_train_drafter" in metrics:
         figures["heldout"] = heldout_curves(rows)
     for figure in figures.values():  # above it, the legend of a narrow screen covers the title
-        figure.update_layout(legend={"x": 0, "xanchor": "left", "y": -0.25, "yanchor": "top"})
+        figure.update_layout(
+            height=440, legend={"x": 0, "xanchor": "left", "y": -0.25, "yanchor": "top"}
+        )
     return figures
 
 
