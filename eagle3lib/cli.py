@@ -9,7 +9,14 @@ from typing import Annotated
 
 import typer
 
-from eagle3lib import cli_diagnose, cli_drafter, cli_explore, cli_measure, cli_serve
+from eagle3lib import (
+    cli_campaign,
+    cli_diagnose,
+    cli_drafter,
+    cli_explore,
+    cli_measure,
+    cli_serve,
+)
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.explore import EXPLORERS
 from eagle3lib.lab.notebooks import NotebookError, write_parameter_cells
@@ -57,21 +64,34 @@ def report(
     copy_to: Annotated[
         Path | None, typer.Option(help="write a small copy here, figures drawn through a CDN")
     ] = None,
+    bundle: Annotated[
+        Path | None, typer.Option(help="one zip to send: reports, metrics, parameters, no weights")
+    ] = None,
+    figures: Annotated[
+        Path | None, typer.Option(help="write the page's figures into this folder")
+    ] = None,
+    format: Annotated[str, typer.Option(help="png, pdf or svg, of --figures")] = "png",
 ) -> None:
     """Render a run's notebooks and write its page again."""
+    from eagle3lib.report.bundle import write_bundle, write_figures
     from eagle3lib.report.page import build_page
 
-    print(build_page(_run_name(profile), copy_to=copy_to))
+    run = _run_name(profile)
+    print(build_page(run, copy_to=copy_to))
+    if bundle:
+        print(write_bundle(run, bundle))
+    if figures:
+        print("\n".join(str(path) for path in write_figures(run, figures, format)))
 
 
 @app.command()
 def status(
     profile: Annotated[str, typer.Argument(help="a profile, or the name of a run")] = "demo",
 ) -> None:
-    """Show every phase of a run: done, running with progress, interrupted or waiting."""
-    from eagle3lib.report.runner import print_status
+    """Show every phase and gate of a run, what was decided, and the next command."""
+    from eagle3lib.report.campaign import status_text
 
-    print_status(_run_name(profile))
+    print(status_text(_run_name(profile)))
 
 
 @app.command()
@@ -168,6 +188,8 @@ for _command in (
     cli_measure.gate,
     cli_diagnose.diagnose,
     cli_explore.explore,
+    cli_campaign.note,
+    cli_campaign.clean,
 ):
     app.command()(_command)
 

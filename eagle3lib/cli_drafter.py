@@ -88,7 +88,8 @@ def card(run: Annotated[str, typer.Argument(help="name of a run")]) -> None:
     """Write the model card of a run's drafter again, with what its benchmark measured."""
     from eagle3lib.drafter.card import rewrite_card
 
-    print(rewrite_card(run))
+    path = rewrite_card(run)
+    print(f"{path}\nupload it under your own account: hf upload YOUR_NAME/MODEL {path.parent} .")
 
 
 def _shown(found: Diagnosis) -> str:

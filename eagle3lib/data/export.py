@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _JSON = ("messages", "tools", "tool_calls", "sampling")
 _IDS = ("prompt_token_ids", "answer_token_ids")
-_TYPES = {"looping": "bool", "repeat": "int64", "turn": "int64"}  # the rest is text
+_TYPES = {"looping": "bool", **dict.fromkeys(("loop_tokens", "repeat", "turn"), "int64")}
 
 
 def export_dataset(folder: Path, to: Path | None = None) -> Path:

@@ -60,6 +60,7 @@ class AnswerRow:
     engine: str = ""  # version that the server reports, "" when it reports none
     kept_apart: str = ""
     token_ids_from: str = SERVED  # one of TOKEN_IDS_FROM
+    loop_tokens: int = 0  # cut off the ids where the answer began to loop; the text is whole
 
     def __post_init__(self) -> None:
         if self.looping and not self.kept_apart:  # rows of before kept_apart
@@ -107,6 +108,16 @@ def json_line(row: dict[str, Any]) -> bytes:
         return (json.dumps(row, ensure_ascii=False) + "\n").encode()
     except UnicodeEncodeError:
         return (json.dumps(row) + "\n").encode()
+
+
+def before_loop(ids: list[int]) -> int:
+    """Tokens of a looping answer before a stretch that it repeats six times comes again, 0 where
+    fewer than eight are left."""
+    grams: dict[tuple[int, ...], list[int]] = {}
+    for i in range(len(ids) - _LOOP_TOKENS + 1):
+        grams.setdefault(tuple(ids[i : i + _LOOP_TOKENS]), []).append(i)
+    first = min(at[1] for at in grams.values() if len(at) >= _LOOP_REPEATS)
+    return first if first >= _LOOP_TOKENS else 0
 
 
 def is_looping(ids: list[int]) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from eagle3lib.data.prompts import Prompt, Reject
@@ -20,6 +20,7 @@ from eagle3lib.data.rows import (
     GAVE_UP,
     AnswerRow,
     base_id,
+    before_loop,
     is_looping,
     reason_apart,
     row_id,
@@ -39,6 +40,7 @@ class Sampling:
     thinking: Literal["default", "on", "off", "mixed"] = "default"
     thinking_share: float = 0.5  # of "mixed": the share of conversations with thinking on
     train_on_cut: bool = False
+    train_before_loop: bool = False
     stop_ids: tuple[int, ...] = ()  # ids that end the target's turn; without them none is missed
 
     def thinking_of(self, base: str) -> Thinking:
@@ -154,12 +156,19 @@ def _ask(
         target_fingerprint=target_fingerprint,
         server=served.server,
         engine=served.engine,
-        **_told_by(served.answer, sampling),
+        **_told_by(
+            served.answer, sampling, prompt.split == "train" and turn == conversation.turns - 1
+        ),
     )
 
 
-def _told_by(answer: Answer, sampling: Sampling) -> dict[str, Any]:
-    """The fields of a row that the answer decides."""
+def _told_by(answer: Answer, sampling: Sampling, last_of_train: bool) -> dict[str, Any]:
+    """The fields of a row that the answer decides. A loop is cut off only where nothing follows the
+    answer, and never in what is held out."""
+    whole = answer.answer_token_ids
+    if last_of_train and sampling.train_before_loop and is_looping(whole):
+        kept = whole[: before_loop(whole)] or whole
+        answer = replace(answer, answer_token_ids=kept, finish_reason="length")
     text, reasoning, kind = split_reasoning(answer.text, answer.reasoning, answer.finish_reason)
     looping = is_looping(answer.answer_token_ids)
     apart = reason_apart(
@@ -176,6 +185,7 @@ def _told_by(answer: Answer, sampling: Sampling) -> dict[str, Any]:
         tool_calls=answer.tool_calls,
         kept_apart=apart or _mask_problem(answer, sampling.stop_ids),
         token_ids_from=answer.token_ids_from,
+        loop_tokens=len(whole) - len(answer.answer_token_ids),
     )
 
 

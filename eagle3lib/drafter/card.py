@@ -30,6 +30,7 @@ class CardFacts:
     trained_on: str
     base_model: str = ""
     licence: str = ""
+    data: str = ""
 
 
 def model_card(
@@ -56,6 +57,12 @@ One {kind}-type layer over the target's states before layers {list(config.slots)
 
 It drafts for this very target (fingerprint {about.fingerprint}); another one will reject its
 drafts.
+
+## Data and licence
+
+{about.data or "Its data is not told here."}
+Licence of this drafter: {about.licence or "not stated"}.
+The target and the prompts have licences of their own.
 
 ## Measured
 
@@ -98,13 +105,28 @@ def rewrite_card(run: str) -> Path:
     inputs, metrics = read_json(phase / "inputs.json"), read_json(phase / "metrics.json")
     params = inputs["params"]
     about = CardFacts(params["target"], inputs["target"], metrics["trained_on"],
-                      params["base_model"], params["licence"])  # fmt: skip
+                      params["base_model"], params["licence"], _data(folder))  # fmt: skip
     drafter = phase / "drafter"
     # Our own config names its slots at the top level, so the target's depth decides nothing.
     config = read_drafter_config(drafter, 0)
     card = drafter / "README.md"
     write_text(card, model_card(config, about, _benchmark(folder)))
     return card
+
+
+def _data(folder: Path) -> str:
+    """Which prompts and whose answers a run trained on, their files by name; "" if not known."""
+    path = folder / "01_generate_data" / "inputs.json"
+    if not path.exists():
+        return ""
+    params = read_json(path)["params"]
+    workload = Path(params["workload"]).name
+    given = params.get("answers")
+    who = f"given answers ({Path(given).name}) and its target's" if given else "its target's own"
+    return (
+        f"Trained on {who} answers to prompts of `{workload}`, sampled at temperature "
+        f"{params['temperature']:g}."
+    )
 
 
 def _benchmark(folder: Path) -> dict[str, Any] | None:

@@ -7,10 +7,12 @@
     outputs/RUN/PHASE/metrics.json         the numbers that the notebook shows
     outputs/RUN/PHASE/manifest.json        written last: its existence means that the phase is whole
     outputs/RUN/reports/PHASE.ipynb, .html the executed notebook (also when it failed)
+    outputs/RUN/journal.jsonl, profile.yaml what happened, what was decided, with which parameters
 
 A phase whose inputs are the ones recorded is resumed (or, when whole, skipped). When they differ
 the old folder is set aside as ``PHASE.previous`` and the phase starts afresh; hidden states, which
-are large and can be made again, are deleted instead.
+are large and can be made again, are deleted instead. ``eagle3 clean`` frees them on purpose: the
+phase stays whole, and its files are made again when they are needed.
 """
 
 from __future__ import annotations
@@ -32,11 +34,13 @@ from tqdm.auto import tqdm
 
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import hash_files, hash_json, hash_path, read_json, write_json
+from eagle3lib.lab.journal import keep_profile, read_journal, record
+from eagle3lib.lab.large import freed, is_freed, to_make_again
 from eagle3lib.lab.machine import ROOT, describe_machine, git_state, versions
 from eagle3lib.lab.params import PHASES
 from eagle3lib.lab.phase_params import PhaseParams
 
-State = Literal["new", "stale", "resume", "done"]
+State = Literal["new", "stale", "resume", "done", "freed"]
 
 
 def outputs_root() -> Path:
@@ -106,6 +110,8 @@ class Phase:
         write_json(self.folder / "manifest.json", manifest)
         (self.folder / "progress.json").unlink(missing_ok=True)
         _write_run_manifest(self.params, self.inputs["target"])
+        seconds = manifest["duration_s"]
+        record(run_folder(self.params.run), "finished", phase=self.name, duration_s=seconds)
         return Metrics(metrics)
 
 
@@ -207,10 +213,16 @@ def phase_state(params: PhaseParams, inputs: dict[str, Any]) -> tuple[State, str
         return "resume" if _only_grew(params, recorded, inputs) else "stale", reason
     if not (folder / "manifest.json").exists():
         return "resume", "was interrupted"
+    gone = freed(folder.parent, params.PHASE)
     for name, size in read_json(folder / "manifest.json")["artefacts"].items():
         artefact = folder / name
+        if is_freed(name, gone):
+            continue
         if not artefact.exists() or artefact.stat().st_size != size:
             return "resume", f"{name} is missing or of another size"
+    if gone:
+        told = [f"{kind} freed on {facts['when'][:10]}" for kind, facts in gone.items()]
+        return "freed", f"done and unchanged, {', '.join(told)}"
     return "done", "done and unchanged"
 
 
@@ -243,32 +255,56 @@ def outdated_by(folder: Path, phase: str) -> list[str]:
 def begin(params: PhaseParams, target_fingerprint: str) -> Phase:
     """Open a phase: bind the run to the target, set a stale folder aside, or resume.
 
-    Raises ``UserError`` when the run folder belongs to another target; nothing is touched then.
+    Raises ``UserError`` when the run folder belongs to another target, and when what the phase
+    reads was freed; nothing is touched then.
     """
     check_run_target(params, target_fingerprint)
-    lock = _lock(params)
+    run = run_folder(params.run)
+    folder = run / params.PHASE
+    for name in to_make_again(run, params.PHASE):
+        raise UserError(
+            f"{params.PHASE} reads what `eagle3 clean` freed of {name}",
+            where=run / name,
+            next=f"eagle3 run PROFILE {name}   (makes it again)",
+        )
+    lock = lock_phase(params.run, params.PHASE)
     inputs = gather_inputs(params, target_fingerprint)
-    state, _ = phase_state(params, inputs)
-    folder = run_folder(params.run) / params.PHASE
+    state, why = phase_state(params, inputs)
+    earlier_s = _worked_s(run, params.PHASE) if state in ("resume", "done") else 0.0
     if state == "stale":
         _set_aside(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    record(run, "started", phase=params.PHASE, why=why, state=state, earlier_s=earlier_s)
+    keep_profile(run, {params.PHASE: params})
     write_json(folder / "inputs.json", inputs)
     (folder / "manifest.json").unlink(missing_ok=True)
     _write_run_manifest(params, target_fingerprint)
-    return Phase(params=params, inputs=inputs, lock=lock)
+    return Phase(params=params, inputs=inputs, started_s=time.time() - earlier_s, lock=lock)
 
 
-def _lock(params: PhaseParams) -> FileLock:
-    """Held as long as the phase object lives: two kernels must not write the same artefacts."""
-    path = run_folder(params.run) / f".{params.PHASE}.lock"
+def _worked_s(run: Path, phase: str) -> float:
+    """Seconds that earlier sessions worked on what a phase now continues: one that was killed
+    counts up to its last sign of life."""
+    if (run / phase / "manifest.json").exists():
+        return float(read_json(run / phase / "manifest.json")["duration_s"])
+    begun = [e for e in read_journal(run) if (e["what"], e.get("phase")) == ("started", phase)]
+    progress = run / phase / "progress.json"
+    if not begun or not progress.exists():
+        return 0.0
+    started_s = datetime.fromisoformat(begun[-1]["when"]).timestamp()
+    return round(begun[-1]["earlier_s"] + max(0.0, progress.stat().st_mtime - started_s), 1)
+
+
+def lock_phase(run: str, phase: str) -> FileLock:
+    """Held as long as the object lives: two kernels must not write the same artefacts."""
+    path = run_folder(run) / f".{phase}.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path, is_singleton=True)  # the same notebook may begin again
     try:
         lock.acquire(timeout=0)
     except Timeout:
         raise UserError(
-            f"{params.PHASE} of run {params.run!r} is running in another process",
+            f"{phase} of run {run!r} is running in another process",
             where=path,
             next="wait for it (eagle3 status), or choose another run name",
         ) from None
@@ -319,26 +355,33 @@ def _explain_difference(old: dict[str, Any], new: dict[str, Any]) -> str:
 
 def _write_run_manifest(params: PhaseParams, target_fingerprint: str) -> None:
     folder = run_folder(params.run)
-    phases = {}
-    for name in PHASES:
-        manifest = folder / name / "manifest.json"
-        if manifest.exists():
-            content = read_json(manifest)
-            phases[name] = {
-                "finished": content["finished"],
-                "duration_s": content["duration_s"],
-                "bytes": sum(content["artefacts"].values()),
-                "fingerprint": content["fingerprint"],
-                "parameters": content["inputs"]["params"],
-            }
     write_json(
         folder / "manifest.json",
         {
             "run": params.run,
             "target": {"name": params.target, "fingerprint": target_fingerprint},
-            "phases": phases,
+            "phases": whole_phases(folder),
             "machine": describe_machine(folder),
             "versions": versions(),
             "git": git_state(),
         },
     )
+
+
+def whole_phases(folder: Path) -> dict[str, dict[str, Any]]:
+    """Of every phase that is whole: when, how long, bytes on disk, fingerprint, parameters."""
+    phases = {}
+    for name in PHASES:
+        manifest = folder / name / "manifest.json"
+        if manifest.exists():
+            content = read_json(manifest)
+            gone = content.get("freed", {})
+            kept = {n: size for n, size in content["artefacts"].items() if not is_freed(n, gone)}
+            phases[name] = {
+                "finished": content["finished"],
+                "duration_s": content["duration_s"],
+                "bytes": sum(kept.values()),
+                "fingerprint": content["fingerprint"],
+                "parameters": content["inputs"]["params"],
+            }
+    return phases

@@ -16,6 +16,7 @@ from eagle3lib.lab.files import write_text
 
 _HERE = Path(__file__).parent
 _PLOTLY_MIME = "application/vnd.plotly.v1+json"
+_WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
 
 
 def render_notebook(notebook: Path, html: Path, *, plotly_js: bool | str = True) -> Path:
@@ -27,7 +28,8 @@ def render_notebook(notebook: Path, html: Path, *, plotly_js: bool | str = True)
     from nbconvert import HTMLExporter
 
     node = nbformat.read(notebook, as_version=4)
-    _draw_figures(node, plotly_js)
+    _drop_widgets(node)
+    _draw_figures(node, notebook.stem, plotly_js)
     config = Config()
     config.TagRemovePreprocessor.enabled = True
     config.TagRemovePreprocessor.remove_input_tags = {"hide-input"}
@@ -53,7 +55,20 @@ def page_template(
     return environment.get_template(name)
 
 
-def _draw_figures(node: Any, plotly_js: bool | str) -> None:
+def _drop_widgets(node: Any) -> None:
+    """Progress bars: without a kernel they are empty, and their script asks for a jQuery that is
+    not there. Their text says how far they were when they were first shown."""
+    for cell in node.cells:
+        outputs = cell.get("outputs", [])
+        cell_shown = [o for o in outputs if set(o.get("data", {})) != {_WIDGET_MIME, "text/plain"}]
+        if "outputs" in cell:
+            cell.outputs = cell_shown
+        for output in cell_shown:
+            output.get("data", {}).pop(_WIDGET_MIME, None)
+
+
+def _draw_figures(node: Any, name: str, plotly_js: bool | str) -> None:
+    drawn = 0
     for cell in node.cells:
         for output in cell.get("outputs", []):
             data = output.get("data", {})
@@ -64,9 +79,11 @@ def _draw_figures(node: Any, plotly_js: bool | str) -> None:
                 {"data": figure["data"], "layout": figure["layout"]},
                 include_plotlyjs=plotly_js,
                 full_html=False,
-                config={"displaylogo": False},
+                div_id=f"{name}-{drawn}",  # not plotly's random one: equal notebooks, equal pages
+                config={"displaylogo": False, "responsive": True},
                 validate=False,
             )
+            drawn += 1
             plotly_js = False  # the library once a page
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import plotly.graph_objects as go
 import plotly.io
 
 from eagle3lib.lab.errors import UserError
@@ -15,15 +18,16 @@ from eagle3lib.lab.params import PHASES
 from eagle3lib.lab.run import outdated_by, outputs_root, run_folder
 from eagle3lib.measure.arms import OWN, PLAIN, read_requests
 from eagle3lib.measure.summary import check_benchmark, interval_text
+from eagle3lib.report.campaign import duration_text, now_text, read_campaign, size_text
 from eagle3lib.report.figures import acceptance_per_step, arms_bars, heldout_curves
 from eagle3lib.report.html import page_template, render_run
 
 
-def build_page(run: str, *, copy_to: Path | None = None) -> Path:
+def build_page(run: str, *, copy_to: Path | None = None, plotly_js: str = "cdn") -> Path:
     """Render the notebooks of a run and write ``index.html`` over what is done so far.
 
-    ``copy_to``: write page and notebooks into another folder instead, small, with the figures'
-    library from its CDN, paths of this machine shortened: an example to keep in a repository.
+    ``copy_to``: write page and notebooks into another folder instead, small, paths of this machine
+    shortened, with the figures' library from ``plotly_js``: its CDN, or a file of that folder.
 
     Raises ``UserError`` when there is no such run, and when its benchmark is impossible (a speed-up
     above the acceptance length): such a report is not written.
@@ -35,21 +39,35 @@ def build_page(run: str, *, copy_to: Path | None = None) -> Path:
     benchmark = metrics.get("06_benchmark_serving")
     if benchmark:
         raise_errors(check_benchmark(read_requests(folder / "06_benchmark_serving"), benchmark))
-    place, plotly_js = (copy_to, "cdn") if copy_to else (folder, True)
-    render_run(folder, place / "reports", plotly_js=plotly_js)
-    content = _content(folder, metrics, plotly_js)
+    place = copy_to or folder
+    library: bool | str = plotly_js if copy_to else True
+    beside = f"../{library}" if copy_to and plotly_js != "cdn" else library
+    render_run(folder, place / "reports", plotly_js=beside)
+    content = _content(folder, metrics, library)
     page = page_template("page.html.j2", _FILTERS).render(**content)
     write_text(place / "index.html", page)
     if copy_to:
-        _forget_machine(copy_to)
+        forget_machine(copy_to)
     return place / "index.html"
 
 
-def _forget_machine(folder: Path) -> None:
-    """An example for strangers shows no path of the machine that made it."""
-    for page in folder.rglob("*.html"):
+def refresh_page(run: str) -> None:
+    """Write the page over what is there now, where it can be: what calls this has its own result,
+    and its own error, to tell."""
+    with contextlib.suppress(UserError):
+        build_page(run)
+
+
+def forget_machine(folder: Path, own_paths: Iterable[str] = ()) -> None:
+    """What strangers get shows no path of the machine that made it; of ``own_paths``, the absolute
+    ones of the parameters, the last part is kept."""
+    known = [(outputs_root(), "outputs"), (ROOT, "."), (Path.home(), "~")]
+    named = [(path, Path(path).name) for path in sorted(own_paths, key=len, reverse=True)]
+    for page in folder.rglob("*"):
+        if page.suffix not in (".html", ".json", ".jsonl", ".yaml", ".md"):
+            continue
         text = page.read_text(encoding="utf-8")
-        for path, shown in ((outputs_root(), "outputs"), (ROOT, "."), (Path.home(), "~")):
+        for path, shown in [*named, *known]:
             text = text.replace(str(path), shown)
         write_text(page, text)
 
@@ -92,8 +110,9 @@ def _content(folder: Path, metrics: dict[str, Any], plotly_js: bool | str) -> di
         "data": metrics.get("01_generate_data"),
         "outdated": outdated_by(folder, "07_diagnose_acceptance")
         or outdated_by(folder, "06_benchmark_serving"),
-        "figures": _figures(folder, metrics, plotly_js),
-        "phases": _phases(folder, manifest),
+        "figures": _figures(folder.name, plotly_js),
+        "campaign": read_campaign(folder.name),
+        "as_of": now_text(),
         "parameters": [
             (phase, name, value)
             for phase, done in manifest["phases"].items()
@@ -102,69 +121,59 @@ def _content(folder: Path, metrics: dict[str, Any], plotly_js: bool | str) -> di
     }
 
 
-def _figures(folder: Path, metrics: dict[str, Any], plotly_js: bool | str) -> list[str]:
-    figures = []
+def page_figures(run: str) -> dict[str, go.Figure]:
+    """The figures of a run's page by name. Raises ``UserError`` where there is no such run."""
+    read_campaign(run)
+    folder = run_folder(run)
+    metrics, figures = phase_metrics(folder), {}
     diagnosis = metrics.get("07_diagnose_acceptance")
     if diagnosis:
-        figures.append(acceptance_per_step(diagnosis["workload"], diagnosis.get("bigram_per_step")))
+        figures["acceptance_per_step"] = acceptance_per_step(
+            diagnosis["workload"], diagnosis.get("bigram_per_step")
+        )
     if metrics.get("06_benchmark_serving"):
-        figures.append(arms_bars(metrics["06_benchmark_serving"]))
+        figures["arms"] = arms_bars(metrics["06_benchmark_serving"])
     rows = read_jsonl(folder / "04_train_drafter" / "metrics.jsonl")
     if rows and "04_train_drafter" in metrics:
-        figures.append(heldout_curves(rows))
-    return [
-        plotly.io.to_html(
-            f,
-            include_plotlyjs=plotly_js if i == 0 else False,
-            full_html=False,
-            config={"displaylogo": False, "responsive": True},
+        figures["heldout"] = heldout_curves(rows)
+    for figure in figures.values():  # above it, the legend of a narrow screen covers the title
+        figure.update_layout(
+            height=440, legend={"x": 0, "xanchor": "left", "y": -0.25, "yanchor": "top"}
         )
-        for i, f in enumerate(figures)
+    return figures
+
+
+def _figures(run: str, plotly_js: bool | str) -> list[dict[str, str]]:
+    return [
+        {
+            "label": describe_figure(figure),
+            "html": plotly.io.to_html(
+                figure,
+                include_plotlyjs=plotly_js if i == 0 else False,
+                full_html=False,
+                div_id=f"figure-{name}",
+                config={"displaylogo": False, "responsive": True},
+            ),
+        }
+        for i, (name, figure) in enumerate(page_figures(run).items())
     ]
 
 
-def _phases(folder: Path, manifest: dict[str, Any]) -> list[dict[str, Any]]:
-    lines = []
-    for name in PHASES:
-        done = manifest["phases"].get(name)
-        started = (folder / name / "inputs.json").exists()
-        report = folder / "reports" / f"{name}.html"
-        lines.append(
-            {
-                "name": name,
-                "state": _state(folder, name, started),
-                "duration_s": done["duration_s"] if done else None,
-                "bytes": done["bytes"] if done else None,
-                "finished": done["finished"] if done else "",
-                "report": f"reports/{name}.html" if report.exists() else None,
-            }
-        )
-    return lines
-
-
-def _state(folder: Path, name: str, started: bool) -> str:
-    if not (folder / name / "manifest.json").exists():
-        return "not finished" if started else "waiting"
-    changed = outdated_by(folder, name)
-    return f"out of date: {', '.join(changed)} changed" if changed else "done"
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+def describe_figure(figure: go.Figure) -> str:
+    """A figure in words, for who hears the page: its title and every series with its ends."""
+    told = []
+    for trace in figure.data:
+        x, y = trace.x, trace.y
+        if x is None or y is None or not len(y):
+            continue
+        ends = [(x[0], y[0])] if len(y) == 1 else [(x[0], y[0]), (x[-1], y[-1])]
+        told.append(f"{trace.name}: " + " to ".join(f"{b:.3g} at {a}" for a, b in ends))
+    axis = figure.layout.yaxis.title.text
+    return f"{figure.layout.title.text}, {axis}. " + "; ".join(told)
 
 
 _FILTERS = {
     "interval": interval_text,
-    "size": lambda count: "" if count is None else _size(count),
-    "duration": lambda seconds: "" if seconds is None else _duration(seconds),
+    "size": lambda count: "" if count is None else size_text(count),
+    "duration": lambda seconds: "" if seconds is None else duration_text(seconds),
 }

@@ -8,21 +8,22 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import read_json
-from eagle3lib.lab.notebooks import execute
+from eagle3lib.lab.journal import keep_profile, record
+from eagle3lib.lab.large import to_make_again
+from eagle3lib.lab.notebooks import NotebookError, execute
 from eagle3lib.lab.params import PHASES
 from eagle3lib.lab.phase_params import PhaseParams
 from eagle3lib.lab.run import (
     check_run_target,
     gather_inputs,
-    outdated_by,
     phase_state,
     run_folder,
 )
-from eagle3lib.report.page import answer_numbers, build_page, phase_metrics
+from eagle3lib.report.campaign import progress_text
+from eagle3lib.report.page import answer_numbers, build_page, phase_metrics, refresh_page
 from eagle3lib.target.folder import open_target
 
 # Seconds of each phase of the demo on two cores (docs/lab_log.md): a first guess, for other runs
@@ -48,24 +49,43 @@ def run_profile(params: dict[str, PhaseParams], phases: list[str], *, force: boo
     first = params[phases[0]]
     target = open_target(first.target)
     check_run_target(first, target.fingerprint)
-    clock = _Clock(phases, run_folder(first.run))
+    folder = run_folder(first.run)
+    # For whoever goes on: what was asked, and of the phases left out what the profile says.
+    left_out = [n for n in PHASES if not (folder / n / "inputs.json").exists()]
+    keep_profile(folder, {n: params[n] for n in PHASES if n in phases or n in left_out})
+    clock = _Clock(phases, folder)
+    named = len(phases) < len(PHASES)
     for number, name in enumerate(phases, start=1):
         cfg = params[name]
         state, reason = phase_state(cfg, gather_inputs(cfg, target.fingerprint))
         head = f"[{number}/{len(phases)}] {name}"
-        if state == "done" and not force:
+        if not force and (state == "done" or (state == "freed" and not named)):
             print(f"{head}: skipped, {reason}", flush=True)
             clock.skip(name)
             continue
         print(f"{head}: {reason}" + clock.estimate(name), flush=True)
-        output = run_folder(cfg.run) / "reports" / f"{name}.ipynb"
         started = time.monotonic()
-        with _show_progress(run_folder(cfg.run) / name / "progress.json", head, clock, name):
-            execute(cfg, output)
+        with _show_progress(folder / name / "progress.json", head, clock, name):
+            _execute(params, name)
+        refresh_page(first.run)
         seconds = time.monotonic() - started
         clock.done(name, seconds)
         print(f"{head}: done in {_clock_text(seconds)}", flush=True)
-    _print_answer(build_page(first.run), run_folder(first.run))
+    _print_answer(build_page(first.run), folder)
+
+
+def _execute(params: dict[str, PhaseParams], name: str) -> None:
+    """Run a phase's notebook, after those whose freed files it reads; a failure is journalled."""
+    folder = run_folder(params[name].run)
+    for freed in to_make_again(folder, name):
+        print(f"{freed}: its freed files are made again for {name}", flush=True)
+        _execute(params, freed)
+    try:
+        execute(params[name], folder / "reports" / f"{name}.ipynb")
+    except (UserError, NotebookError) as error:
+        record(folder, "failed", phase=name, error=str(error).split("\n")[0])
+        refresh_page(params[name].run)
+        raise
 
 
 def _check_files(params: dict[str, PhaseParams], phases: list[str]) -> None:
@@ -132,7 +152,7 @@ def _show_progress(path: Path, head: str, clock: _Clock, name: str) -> Iterator[
     def follow() -> None:
         started, shown = time.monotonic(), ""
         while not stop.wait(1.0 if terminal else 20.0):
-            line = f"{head}: {_progress_text(path)}all left about " + _clock_text(
+            line = f"{head}: {_progress(path)}all left about " + _clock_text(
                 clock.left_s(name, time.monotonic() - started)
             )
             if terminal:
@@ -152,43 +172,11 @@ def _show_progress(path: Path, head: str, clock: _Clock, name: str) -> Iterator[
         thread.join()
 
 
-def _progress_text(path: Path) -> str:
-    try:
-        now = read_json(path)
-    except UserError:  # not written yet
-        return ""
-    if now["total"] is None:
-        return f"{now['what']}; "
-    left = "" if now["left_s"] is None else f", {_clock_text(now['left_s'])} left"
-    return f"{now['what']} {now['done']:,.0f} of {now['total']:,} {now['unit']}{left}; "
-
-
 def _clock_text(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes}:{rest:02d} min"
 
 
-def print_status(run: str) -> None:
-    """Every phase of a run on one line."""
-    folder = run_folder(run)
-    if not (folder / "manifest.json").exists():
-        raise UserError(f"there is no run {run!r}", where=folder, next="eagle3 run demo")
-    manifest = read_json(folder / "manifest.json")
-    print(f"run {run}, target {manifest['target']['name']}")
-    for name in PHASES:
-        print(f"  {name:28} {_phase_line(folder / name, manifest['phases'].get(name))}")
-    page = folder / "index.html"
-    print(f"  report: {page if page.exists() else 'not made yet'}")
-
-
-def _phase_line(folder: Path, done: dict[str, Any] | None) -> str:
-    if done:
-        changed = outdated_by(folder.parent, folder.name)
-        late = f"; out of date, {', '.join(changed)} changed" if changed else ""
-        return f"done in {_clock_text(done['duration_s'])}, {done['bytes'] / 1e6:.1f} MB{late}"
-    if not (folder / "inputs.json").exists():
-        return "waiting"
-    progress = folder / "progress.json"
-    if progress.exists() and time.time() - progress.stat().st_mtime < 60:
-        return "running: " + _progress_text(progress).rstrip("; ")
-    return "started, not finished"
+def _progress(path: Path) -> str:
+    told = progress_text(path)
+    return f"{told}; " if told else ""

@@ -301,3 +301,28 @@ def test_the_phase_asks_all_its_servers_and_tells_what_it_made(monkeypatch, tmp_
     assert sum(len(s.requests) for s in servers) == len(rows) + metrics["surplus_answers"]
     assert sum(r.split == "heldout" for r in rows) == 2 * len(sets.heldout)
     assert {r.target_fingerprint for r in rows} == {"print of the target"}
+
+
+LOOP = [*range(20), *([50, 51, 52, 53, 54, 55, 56, 57] * 7)]
+
+
+def test_a_loop_is_cut_off_what_is_trained_on_and_never_what_is_held_out(ask):
+    """Its first round stays: the target says it, and does not repeat itself yet."""
+    sampling = Sampling(9, 0.0, train_on_cut=True, train_before_loop=True)
+    prompts = [next(p for i in range(99) if (p := prompt_of(f"ask {i}")).split == split)
+               for split in ("train", "heldout")]  # fmt: skip
+    rows, _ = ask(prompts, lambda r: chat_body(r, LOOP, "words", "length"), sampling)
+    train, held = (rows[p.id] for p in prompts)
+    assert train.trained and not train.looping
+    assert train.answer_token_ids == LOOP[:28] and train.loop_tokens == len(LOOP) - 28
+    assert (held.answer_token_ids, held.loop_tokens, held.kept_apart) == (LOOP, 0, LOOPING)
+    earlier = prompt_of("one", "THEIRS", "two")
+    found, _ = ask([earlier], lambda r: chat_body(r, LOOP, "words", "length"), sampling, "b")
+    assert all(r.kept_apart == LOOPING for r in found.values())
+
+
+def test_what_loops_from_the_first_token_on_has_nothing_to_train_on(ask):
+    sampling = Sampling(9, 0.0, train_on_cut=True, train_before_loop=True)
+    prompt = next(p for i in range(99) if (p := prompt_of(f"ask {i}")).split == "train")
+    rows, _ = ask([prompt], lambda r: chat_body(r, [5] * 40, "words", "length"), sampling)
+    assert rows[prompt.id].kept_apart == LOOPING and rows[prompt.id].loop_tokens == 0

@@ -58,6 +58,19 @@ def test_the_benchmarks_figures_are_written_into_it(run_folder):
     assert "vllm 9.9" in text and "license: apache-2.0" in text and "Trained for 2 epochs." in text
 
 
+def test_data_and_licence_are_told_and_what_is_not_known_is_said(run_folder):
+    assert "Its data is not told here." in rewrite_card("r").read_text()
+    phase = run_folder / "01_generate_data"
+    phase.mkdir()
+    params = {"workload": "/data/private/tasks.jsonl", "temperature": 0.7}
+    (phase / "inputs.json").write_text(json.dumps({"params": params}))
+    text = rewrite_card("r").read_text()
+    assert (
+        "its target's own answers to prompts of `tasks.jsonl`, sampled at temperature 0.7" in text
+    )
+    assert "Licence of this drafter: apache-2.0." in text and "private" not in text
+
+
 def test_figures_of_an_earlier_drafter_are_not(run_folder):
     manifest = run_folder / "05_export_drafter" / "manifest.json"
     manifest.write_text(json.dumps({"fingerprint": "two", "inputs": {"upstream": {}}}))

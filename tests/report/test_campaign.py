@@ -1,0 +1,134 @@
+"""Where a run stands, what is next, and what of it can be sent."""
+
+import subprocess
+import sys
+import zipfile
+
+import plotly.graph_objects as go
+import pytest
+from typer.testing import CliRunner
+
+from eagle3lib.cli import app
+from eagle3lib.lab import run
+from eagle3lib.lab.errors import UserError
+from eagle3lib.lab.files import write_json
+from eagle3lib.lab.journal import read_journal, record
+from eagle3lib.lab.machine import ROOT
+from eagle3lib.lab.params import PHASES
+from eagle3lib.lab.run import begin, run_folder
+from eagle3lib.report.bundle import write_bundle, write_figures
+from eagle3lib.report.campaign import read_campaign
+from eagle3lib.report.page import build_page, describe_figure
+
+TARGET = "0123456789abcdef"
+
+
+@pytest.fixture(autouse=True)
+def outputs(tmp_path, monkeypatch):
+    monkeypatch.setenv("EAGLE3_OUTPUTS", str(tmp_path / "outputs"))
+    monkeypatch.setattr(run, "ROOT", tmp_path)
+
+
+def make(name, finish=True):
+    phase = begin(PHASES[name](run="r"), TARGET)
+    if finish:
+        phase.finish({"made": 1})
+    phase.lock.release(force=True)
+    return phase
+
+
+def states():
+    return {p.name[:2]: p.state for p in read_campaign("r").phases}
+
+
+def test_every_state_of_a_phase_is_told_apart():
+    make("00_plan")
+    make("01_generate_data", finish=False)
+    assert (states()["00"], states()["01"], states()["02"]) == ("done", "interrupted", "waiting")
+    record(run_folder("r"), "failed", phase="01_generate_data", error="no prompts")
+    (line,) = [p for p in read_campaign("r").phases if p.state == "failed"]
+    assert "no prompts" in line.detail
+    make("01_generate_data")
+    assert states()["01"] == "done" and read_campaign("r").phases[1].why == "was interrupted"
+
+
+def test_a_phase_that_another_process_holds_is_running():
+    make("00_plan", finish=False)
+    lock = run_folder("r") / ".00_plan.lock"
+    hold = f"import filelock\nlock = filelock.FileLock({str(lock)!r})\nlock.acquire()\n"
+    hold += "print(1, flush=True)\ninput()"
+    other = subprocess.Popen([sys.executable, "-c", hold], stdin=-1, stdout=-1)
+    try:
+        other.stdout.readline()
+        assert states()["00"] == "running"
+        assert "eagle3 status r" in read_campaign("r").next_steps[0][1]
+    finally:
+        other.kill()
+        other.communicate()
+    assert states()["00"] == "interrupted"
+
+
+def test_the_next_command_needs_nothing_but_the_run():
+    make("00_plan")
+    ((why, command),) = read_campaign("r").next_steps
+    assert "01_generate_data" in why
+    assert command == f"eagle3 run {run_folder('r') / 'profile.yaml'}"
+
+
+def test_gates_are_judged_skipped_or_waiting():
+    make("00_plan")
+    place = run_folder("r") / "06_benchmark_serving"
+    place.mkdir()
+    lost = {"engine": "vllm", "arm": "engine alone", "passed": False, "evidence": "hung",
+            "proves": "no target"}  # fmt: skip
+    write_json(place / "gates.json", [lost])
+    cli = CliRunner()
+    done = cli.invoke(app, ["note", "r", "--skip", "reference", "--because", "none", "--by", "ada"])
+    assert done.exit_code == 0
+    told = {g.gate: (g.state, g.detail) for g in read_campaign("r").gates}
+    assert told["engine alone"] == ("failed", "hung; it proves: no target")
+    assert told["reference drafter"] == ("skipped", "by ada: none")
+    assert told["own drafter"] == ("waiting", "")
+    assert "none" in (run_folder("r") / "index.html").read_text()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--skip", "baseline", "--because", "x"], ["baseline skipped because of the deadline"],
+     ["we skip the reference"], [""], ["--skip", "nothing", "--because", "x"]],
+)  # fmt: skip
+def test_a_gate_is_not_skipped_in_passing_and_the_baseline_never(words):
+    make("00_plan")
+    before = read_journal(run_folder("r"))
+    assert isinstance(CliRunner().invoke(app, ["note", "r", *words]).exception, UserError)
+    assert read_journal(run_folder("r")) == before
+
+
+def test_a_bundle_has_no_weights_and_no_paths_and_is_the_same_twice(tmp_path):
+    phase = begin(PHASES["00_plan"](run="r", target="/models/mine/Llama"), TARGET)
+    phase.finish({})
+    (phase.folder / "model.safetensors").write_bytes(b"weights")
+    write_json(phase.folder / "metrics.json", {"where": f"{ROOT}/params", "n": 1})
+    build_page("r")
+    one, two = (write_bundle("r", tmp_path / f"{n}.zip") for n in (1, 2))
+    assert one.read_bytes() == two.read_bytes()
+    with zipfile.ZipFile(one) as bundle:
+        names = bundle.namelist()
+        texts = [bundle.read(n).decode() for n in names if not n.endswith(".js")]
+    assert {"r/index.html", "r/journal.jsonl", "r/profile.yaml", "r/00_plan/metrics.json"} <= set(
+        names
+    )
+    assert not [n for n in names if n.endswith(".safetensors")]
+    places = (str(ROOT), str(run_folder("r")), "/models/mine")
+    assert not [t for t in texts if any(place in t for place in places)]
+
+
+def test_pictures_need_a_known_format():
+    with pytest.raises(UserError, match="no picture format 'bmp'"):
+        write_figures("r", run_folder("r"), "bmp")
+
+
+def test_a_figure_is_told_in_words():
+    figure = go.Figure(go.Scatter(x=[1, 2, 3], y=[0.5, 9, 0.25], name="served"))
+    figure.update_layout(title="Acceptance", yaxis_title="share")
+    assert describe_figure(figure) == "Acceptance, share. served: 0.5 at 1 to 0.25 at 3"

@@ -1,0 +1,80 @@
+"""What `eagle3 run` makes, skips and makes again; what a failure leaves for the next person."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from eagle3lib.lab import run
+from eagle3lib.lab.clean import clean
+from eagle3lib.lab.errors import UserError
+from eagle3lib.lab.journal import read_journal
+from eagle3lib.lab.large import LARGE
+from eagle3lib.lab.params import PHASES
+from eagle3lib.lab.run import begin, run_folder
+from eagle3lib.report import runner
+
+TARGET = "0123456789abcdef"
+STATES, TRAIN = "02_capture_hidden_states", "04_train_drafter"
+
+
+@pytest.fixture(autouse=True)
+def made(tmp_path, monkeypatch):
+    """Names of the phases whose notebook was run, in their order; a notebook makes what it must."""
+    monkeypatch.setenv("EAGLE3_OUTPUTS", str(tmp_path / "outputs"))
+    monkeypatch.setattr(run, "ROOT", tmp_path)
+    names = []
+
+    def execute(cfg, output):
+        phase = begin(cfg, TARGET)
+        names.append(cfg.PHASE)
+        try:
+            if cfg.run == "broken":
+                raise UserError("no prompts at all", next="mend it")
+            places = [kind.path for kind in LARGE.values() if kind.phase == cfg.PHASE]
+            files = [phase.folder / place / "data.bin" for place in places]
+            for file in files:
+                file.parent.mkdir()
+                file.write_text("same")
+            phase.finish({}, files)
+        finally:
+            phase.lock.release(force=True)
+
+    monkeypatch.setattr(runner, "execute", execute)
+    monkeypatch.setattr(runner, "open_target", lambda name: SimpleNamespace(fingerprint=TARGET))
+    monkeypatch.setattr(runner, "build_page", lambda run: run_folder(run) / "index.html")
+    monkeypatch.setattr(runner, "refresh_page", lambda run: None)
+    monkeypatch.setattr(runner, "phase_metrics", lambda folder: {})
+    return names
+
+
+def profile(name="r", **training):
+    params = {phase: model(run=name) for phase, model in PHASES.items()}
+    return params | {TRAIN: PHASES[TRAIN](run=name, **training)}
+
+
+def test_freed_files_stay_away_until_a_phase_needs_them(made):
+    runner.run_profile(profile(), list(PHASES))
+    clean("r", ["states", "checkpoints"])
+    made.clear()
+    runner.run_profile(profile(), list(PHASES))
+    assert made == []
+    runner.run_profile(profile(epochs=2), [TRAIN])
+    assert made == [STATES, TRAIN]
+    assert (run_folder("r") / STATES / "states" / "data.bin").exists()
+
+
+def test_a_freed_phase_that_is_named_is_made_again(made):
+    runner.run_profile(profile(), list(PHASES))
+    clean("r", ["states"])
+    made.clear()
+    runner.run_profile(profile(), [STATES])
+    assert made == [STATES]
+
+
+def test_a_failure_is_in_the_journal_with_its_first_line(made):
+    with pytest.raises(UserError):
+        runner.run_profile(profile("broken"), list(PHASES))
+    event = read_journal(run_folder("broken"))[-1]
+    assert (event["what"], event["phase"], event["error"]) == (
+        "failed", "00_plan", "no prompts at all",
+    )  # fmt: skip
