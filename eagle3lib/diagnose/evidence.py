@@ -35,7 +35,7 @@ class TargetView:
 
     id: str
     set: str
-    prompt_nats: float
+    prompt_nats: float  # of the prompt's middle token: a few rare words are no noise
     answer_nats: float
     entropy: float
     greedy_right: int
@@ -122,7 +122,7 @@ def _view(m: Material, row: RequestRow, tokens: Tensor, last: Tensor) -> TargetV
     return TargetView(
         row.prompt,
         row.set,
-        float(nats[: prompt - 1].mean()) if prompt > 1 else 0.0,
+        float(nats[: prompt - 1].median()) if prompt > 1 else 0.0,
         float(nats[prompt - 1 :].mean()),
         float(-(answer.exp() * answer).sum(-1).mean()),
         int((answer.argmax(-1) == tokens[prompt:]).sum()),

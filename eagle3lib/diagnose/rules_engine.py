@@ -67,19 +67,20 @@ def _lengths(e: Evidence) -> tuple[float, float]:
 
 def _named(e: Evidence, plain: Outcome, best: Outcome, variants: list[Outcome]) -> Cause:
     served, simulated = _lengths(e)
-    alike = [o.label for o in variants[1:] if o.rounds_equal == best.rounds_equal]
-    also = f"; as well as: {', '.join(alike)}" if alike else ""
+    alike = [o for o in variants[1:] if o.rounds_equal == best.rounds_equal]
+    labels = " or ".join(o.label for o in (best, *alike))
     few = plain.rounds - plain.rounds_equal < _FEW
     return Cause(
         best.cause, "warning" if few else "error",
-        f"the engine serves the drafter with a fault: {best.label}",
-        f"{best.rounds_equal} of {best.rounds} rounds are those of \"{best.label}\", "
-        f"{plain.rounds_equal} those of the drafter as exported{also}; {served:.2f} served, "
+        f"the engine serves the drafter with a fault: {labels}",
+        f"{best.rounds_equal} of {best.rounds} rounds are those of \"{labels}\", "
+        f"{plain.rounds_equal} those of the drafter as exported; {served:.2f} served, "
         f"{simulated:.2f} simulated",
         _REMEDY[best.cause], _WHERE, question=2, proof="suspected" if few else "shown",
         cost=abs(simulated - served),
         experiment="the simulator with this very fault gives the engine's record, round by round",
         command="eagle3 run PROFILE 06 07",
+        alike=tuple(dict.fromkeys(o.cause for o in alike if o.cause != best.cause)),
     )  # fmt: skip
 
 
@@ -98,33 +99,34 @@ def _unnamed(e: Evidence, plain: Outcome, best: Outcome) -> Cause:
 
 
 def _nothing(e: Evidence) -> list[Cause]:
-    """Exactly 1.00 over many rounds: wiring, whatever the training. Each known fault that would
-    leave nothing either is suspected after it; a record of zeros can't tell them apart."""
+    """Exactly 1.00 over many rounds: wiring, whatever the training. A record of zeros can't tell
+    which of the faults that leave nothing it is, so the finding names them all."""
     record = [n for a in e.answered for n in a.accepted or []]
     if any(record) or len(record) < MANY_ROUNDS:
         return []
     plain = e.engine_table[0] if e.engine_table else None
     simulated = (plain.acceptance_length if plain else None) or 1.0
-    alike = [o for o in e.engine_table[1:] if o.rounds and o.rounds_equal == o.rounds]
-    cause = Cause(
-        "nothing-accepted", "error", f"not one draft was accepted in {len(record)} rounds",
-        "a drafter that always says the commonest token is accepted now and then; the simulator "
-        f"reaches {simulated:.2f}",
-        "this is wiring, not training: vocabulary map, embeddings, layer ids, shapes, and "
-        f"whether drafts are verified at all; {_EXPERIMENTS}",
-        _WHERE, question=2, proof="shown" if simulated > 1.02 else "measured",
-        cost=simulated - 1.0, experiment="the record of every round beside the simulator's",
-        command="eagle3 run PROFILE 06 07",
-    )  # fmt: skip
-    return [cause] + [
+    could = simulated > 1.02
+    alike = [o for o in e.engine_table[1:] if could and o.rounds and o.rounds_equal == o.rounds]
+    labels = ", ".join(f'"{o.label}"' for o in alike)
+    causes = tuple(dict.fromkeys(o.cause for o in alike))
+    return [
         Cause(
-            o.cause, "warning", f"nothing would be accepted either with: {o.label}",
-            f"{o.rounds_equal} of {o.rounds} rounds, as with any fault that leaves nothing",
-            _REMEDY[o.cause], _WHERE, question=2, proof="suspected",
-            experiment=f"to be done: {_EXPERIMENTS}",
+            "nothing-accepted", "error",
+            f"not one draft was accepted in {len(record)} rounds"
+            + (f", as with {labels}, or with drafts that are never verified" if alike else ""),
+            "a drafter that always says the commonest token is accepted now and then; the "
+            f"simulator reaches {simulated:.2f}"
+            + (f"; of the known faults of engines these alone leave nothing: {labels}"
+               if alike else ""),
+            "this is wiring, not training: "
+            + ("; ".join(_REMEDY[code] for code in causes)
+               or "vocabulary map, embeddings, layer ids, shapes")
+            + f"; look whether drafts are verified at all; {_EXPERIMENTS}",
+            _WHERE, question=2, proof="shown" if could else "measured", cost=simulated - 1.0,
+            experiment="the record of every round beside the simulator's, and beside every known "
+            "fault's", command="eagle3 run PROFILE 06 07", alike=causes,
         )
-        for o in alike
-        if simulated > 1.02
     ]  # fmt: skip
 
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from catalogue import FAULTS, PAIRS, Fault
 from plant import Generate, Inapplicable, Plant
 from plants import PLANTS
+from small import Kind, save_small_target, small_run
 
 from eagle3lib.diagnose.cause import Cause
 from eagle3lib.diagnose.causes import causes_of
@@ -70,12 +72,26 @@ class Bench:
             lambda ids, n: greedy(model, ids, n),
         )  # fmt: skip
 
+    @classmethod
+    def small(cls, work: Path, kind: Kind) -> Bench:
+        """A run of a small target of ``kind``, made now, its rounds as the simulator gives them."""
+        target = open_target(str(save_small_target(work / "target", kind)))
+        model = load_target(target, kind.dtype)
+        bench = cls.of(work / "whole", work, target, model, kind.dtype)
+        made = small_run(work / "made", target, model, greedy, kind)
+        recorded = replace(bench, healthy=made)._plant("recorded")
+        recorded.record()
+        shutil.rmtree(made)
+        recorded.folder.replace(bench.healthy)
+        return bench
+
+    def _plant(self, name: str) -> Plant:
+        return Plant(self.healthy, self.work / name, self.target, self.head, self.states_of,
+                     self.generate)  # fmt: skip
+
     def diagnose(self, faults: Iterable[str]) -> list[Cause]:
         """Causes that are found after planting ``faults`` into a fresh copy; none: healthy."""
-        plant = Plant(
-            self.healthy, self.work / "planted", self.target, self.head, self.states_of,
-            self.generate,
-        )  # fmt: skip
+        plant = self._plant("planted")
         for fault in sorted(faults, key=lambda f: _ORDER.index(_SECTION[f])):
             PLANTS[fault](plant)
         material = read_material(plant.folder, self.target, self.states_of, self.head)
@@ -111,12 +127,14 @@ def greedy(model: Any, ids: list[int], tokens: int) -> list[int]:
 
 
 def judged(causes: list[Cause], wanted: set[str]) -> str:
-    """ "right" when the first findings are the wanted ones, in any order."""
-    codes = [c.code for c in causes]
-    first = list(dict.fromkeys(codes))[: len(wanted)]
-    if set(first) == wanted:
+    """ "right" when the first findings, as many as are wanted, name the wanted causes, one each. A
+    finding names its code and the causes that would leave the very same evidence."""
+    first, left = causes[: len(wanted)], set(wanted)
+    for cause in first:
+        left -= set(sorted(cause.names & left)[:1])
+    if not left:
         return "right"
-    return "second" if wanted <= set(codes) else "missed"
+    return "second" if wanted <= {name for c in causes for name in c.names} else "missed"
 
 
 def judged_healthy(causes: list[Cause]) -> str:
