@@ -18,7 +18,14 @@ from torch import Tensor
 from eagle3lib.diagnose.live import neighbours
 from eagle3lib.diagnose.material import Material
 from eagle3lib.diagnose.served import Answered, Setting
-from eagle3lib.diagnose.variants import Outcome, engine_variants, mended_variants, outcomes
+from eagle3lib.diagnose.variants import (
+    Outcome,
+    engine_variants,
+    is_explained,
+    mended_variants,
+    outcomes,
+    wider_variants,
+)
 from eagle3lib.drafter.config import default_slots
 from eagle3lib.drafter.rope import rope_parameters
 from eagle3lib.measure.arms import RequestRow
@@ -54,6 +61,7 @@ class StoredRow:
     error: float  # its relative error
     stored_error: float  # of "as stored"
     last_fits: str
+    last_error: float
     teacher_stored: float
     teacher_fresh: float
 
@@ -88,6 +96,9 @@ def collect(m: Material, *, every_variant: bool = True) -> Evidence:
         e.engine_table = e.mended_table[:1]
         if every_variant or e.engine_table[0].rounds_equal < e.engine_table[0].rounds:
             e.engine_table = outcomes(base, engine_variants(layers), e.answered, e.mended_table)
+            if not is_explained(e.engine_table):
+                e.engine_table += outcomes(base, wider_variants(layers), e.answered,
+                                           e.engine_table)[1:]  # fmt: skip
     if m.store is not None:
         _scan_store(e)
     return e
@@ -223,8 +234,9 @@ def _against_fresh(m: Material, row: StateRow, slots: tuple[int, ...]) -> Stored
     misses = {k: _distance(row.last[first:].float(), g[first:]) for k, g in ends.items()}
     agree, count = _teacher(m, row.token_ids, row.last, row.entry)
     again, _ = _teacher(m, row.token_ids, last, row.entry)
+    ending = min(misses, key=lambda k: misses[k])
     return StoredRow(
-        row.entry.id, best, errors[best], errors["as stored"], min(misses, key=lambda k: misses[k]),
+        row.entry.id, best, errors[best], errors["as stored"], ending, misses[ending],
         agree / max(count, 1), again / max(count, 1),
     )  # fmt: skip
 

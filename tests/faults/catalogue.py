@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+FIRST_FRESH = 73
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -20,8 +22,13 @@ class Fault:
     how: str
 
     @property
-    def unseen(self) -> bool:
-        return int(self.id[1:]) % 2 == 0
+    def part(self) -> str:
+        """ "seen", "unseen" (until the first table was printed), or "fresh": planted after the
+        rules that the first table led to, and reported as it came out."""
+        number = int(self.id[1:])
+        if number >= FIRST_FRESH:
+            return "fresh"
+        return "seen" if number % 2 else "unseen"
 
 
 _TABLE = """

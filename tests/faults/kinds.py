@@ -34,5 +34,5 @@ KINDS = [
     Kind("EAGLE 3.1, other slots", slots=(1, 4, 9), training=EAGLE_31),
     Kind("K = 1, bfloat16, given answers", steps=1, dtype="bfloat16", answers_from=GIVEN),
     Kind("K = 5, rendered ids", steps=5, answers_from=RENDERED),
-    Kind("warm start, bfloat16", warm=True, dtype="bfloat16"),
+    Kind("warm start, bfloat16, ties tip", warm=True, dtype="bfloat16", ties=True),
 ]  # fmt: skip

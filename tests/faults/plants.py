@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from plant import BENCH, EXPORT, Plant
+from plant import BENCH, EXPORT, Inapplicable, Plant
 from plants_training import TRAINING_PLANTS
 
 from eagle3lib.lab.files import read_json
@@ -16,7 +16,9 @@ from eagle3lib.measure.arms import PLAIN, RequestRow
 
 
 def _steps(by: int) -> Callable[[Plant], None]:
-    return lambda p: p.record(change=lambda s: replace(s, steps=s.steps + by))
+    return lambda p: p.record(
+        change=lambda s: replace(s, steps=s.steps + by) if s.steps + by > 0 else None
+    )
 
 
 def _engine(label: str) -> Callable[[Plant], None]:
@@ -162,15 +164,21 @@ def _random_mlp(p: Plant, t: dict[str, torch.Tensor]) -> None:
 
 def _config_then_record(**changes: Any) -> Callable[[Plant], None]:
     def planted(p: Plant) -> None:
+        before = _config(p)
+        if all(before.get(name) == value for name, value in changes.items()):
+            raise Inapplicable(str(changes))
         p.config(**changes)
         p.record()
 
     return planted
 
 
+def _config(p: Plant) -> dict[str, Any]:
+    return read_json(p.folder / EXPORT / "drafter" / "config.json")
+
+
 def _ids(p: Plant) -> list[int]:
-    c = read_json(p.folder / EXPORT / "drafter" / "config.json")
-    return list(c["eagle_aux_hidden_state_layer_ids"])
+    return list(_config(p)["eagle_aux_hidden_state_layer_ids"])
 
 
 def _one_later(p: Plant) -> None:
@@ -190,8 +198,10 @@ def _conflict(p: Plant) -> None:
 
 def _rope(theta: float | None = None, **scaling: Any) -> Callable[[Plant], None]:
     def planted(p: Plant) -> None:
-        c = read_json(p.folder / EXPORT / "drafter" / "config.json")
-        rope = c["rope_parameters"] | scaling | ({"rope_theta": theta} if theta else {})
+        before = _config(p)["rope_parameters"]
+        rope = before | scaling | ({"rope_theta": theta} if theta else {})
+        if rope == before:
+            raise Inapplicable(f"rope_theta is {theta}")
         p.config(rope_parameters=rope, rope_theta=rope["rope_theta"])
         p.record()
 

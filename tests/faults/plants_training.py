@@ -98,6 +98,12 @@ def _both_weights(p: Plant, change: Callable[[dict[str, torch.Tensor]], None]) -
     p.export(lambda t: t.update({k: v.to(t[k].dtype) for k, v in trained.items() if k in t}))
 
 
+def _one_step(p: Plant) -> None:
+    if p.benchmark()["num_speculative_tokens"] == 1:
+        raise Inapplicable("one step is served")
+    p.json(f"{TRAIN}/inputs.json", lambda i: i | {"params": i["params"] | {"steps": 1}})
+
+
 def _few_answers(p: Plant) -> None:
     kept = {r.id for r in [r for r in read_answers(p.folder / DATA) if r.trained][:4]}
     p.trained(lambda r: r if r.id in kept else None)
@@ -231,9 +237,7 @@ TRAINING_PLANTS: dict[str, Callable[[Plant], None]] = {
     "F58": _prompt_tokens(-1),
     "F59": lambda p: p.index(lambda e: {"prompt_tokens": 1}),
     "F60": lambda p: p.index(lambda e: {"tokens": e.tokens - 1}),
-    "F61": lambda p: p.json(
-        f"{TRAIN}/inputs.json", lambda i: i | {"params": i["params"] | {"steps": 1}}
-    ),
+    "F61": _one_step,
     "F62": _flat_curve,
     "F63": lambda p: p.cut(sorted((p.folder / STATES / "states").glob("*.safetensors"))[0]),
     "F64": lambda p: p.json(

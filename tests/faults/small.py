@@ -67,6 +67,7 @@ class Kind:
     tools: bool = False
     cjk: bool = False
     answers_from: str = SERVED
+    ties: bool = False  # rounds are drafted in float32 where they are replayed in bfloat16
     warm: bool = False  # the training starts from the drafter of a training before
     training: dict[str, Any] = field(default_factory=dict)
 
@@ -95,7 +96,7 @@ def _ten_layers(folder: Path) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=64, intermediate_size=128, num_hidden_layers=10,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=512,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=512,
         rms_norm_eps=1e-5, initializer_range=0.15, tie_word_embeddings=False, bos_token_id=1,
         eos_token_id=2, pad_token_id=0,
         rope_parameters={"rope_type": "default", "rope_theta": 300.0},
