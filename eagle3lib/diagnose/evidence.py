@@ -187,15 +187,17 @@ def _row_problem(row: StateRow) -> str:
     if len(row.slots) != row.entry.tokens or len(row.token_ids) != row.entry.tokens:
         return f"{len(row.slots)} states for {row.entry.tokens} tokens"
     # Last states before the first taught position are not stored: nothing reads them.
-    for name, x in (("slots", row.slots), ("last", row.last[row.entry.first_taught :])):
+    slots = row.slots.unflatten(1, (-1, row.last.shape[1])).unbind(1)
+    named = [(f"slot {i + 1}", x) for i, x in enumerate(slots)]
+    for name, x in (*named, ("last", row.last[row.entry.first_taught :])):
         wide = x.float()
         if not torch.isfinite(wide).all():
-            return f"{name} not finite"
+            return f"{name} is not finite"
         if bool((wide.abs().amax(-1) == 0).any()):
-            return f"{name} all zero at {int((wide.abs().amax(-1) == 0).sum())} positions"
+            return f"{name} is all zero at {int((wide.abs().amax(-1) == 0).sum())} positions"
         stuck = int((wide[1:] == wide[:-1]).all(-1).sum())
         if stuck > 2:
-            return f"{name} do not change over {stuck} positions"
+            return f"{name} does not change over {stuck} positions"
     return ""
 
 

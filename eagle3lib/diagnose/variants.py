@@ -133,6 +133,9 @@ def wider_variants(layers: int) -> list[Variant]:
         *(Variant("engine-layer-ids", f"slots {by:+d}", _slots_by(by, layers)) for by in (2, -2)),
         *(Variant("engine-position", f"draft steps {by:+d} positions", _late(by))
           for by in (2, -1, -2)),
+        *(Variant("engine-quantised", f"{name} bits, not fc",
+                  drafter_change(lambda d, n=levels: _round_to(d, n, "midlayer.")))
+          for name, levels in (("four", _INT4), ("eight", _INT8))),
     ]  # fmt: skip
 
 
@@ -369,11 +372,12 @@ def _without_fc_norm(s: Setting) -> Setting | None:
     return replace(s, drafter=altered(s.drafter, change))
 
 
-def _round_to(d: Drafter, levels: int) -> None:
-    """Every matrix of the layer and ``fc`` to 2 x levels + 1 values a row, as weight-only
-    quantisation does."""
+def _round_to(d: Drafter, levels: int, only: str = "") -> None:
+    """Every matrix of the layer and ``fc`` (or whose name starts with ``only``) to 2 x levels + 1
+    values a row, as weight-only quantisation does."""
     for name, parameter in d.named_parameters():
-        if parameter.ndim == 2 and not name.startswith(("embed_tokens", "lm_head")):
+        chosen = name.startswith(only) and not name.startswith(("embed_tokens", "lm_head"))
+        if parameter.ndim == 2 and chosen:
             scale = parameter.abs().amax(-1, keepdim=True).clamp(min=1e-12) / levels
             parameter.copy_((parameter / scale).round() * scale)
 

@@ -39,10 +39,19 @@ def _stuck(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _slots_later(p: Plant) -> None:
-    """States captured at the outputs of the layers, under the ids of their inputs."""
-    slots = tuple(s + 1 for s in StateStore(p.folder / STATES / "states").slots)
-    p.store(lambda e, ids, x: (e, ids, p.states_of(ids.tolist(), slots)))
+def _slot_of_zeros(x: torch.Tensor) -> torch.Tensor:
+    x[:, 0] = 0
+    return x
+
+
+def _slots_moved(by: int) -> Callable[[Plant], None]:
+    """States captured at other layers than their ids say: 1 is the layers' outputs."""
+
+    def moved(p: Plant) -> None:
+        slots = tuple(s + by for s in StateStore(p.folder / STATES / "states").slots)
+        p.store(lambda e, ids, x: (e, ids, p.states_of(ids.tolist(), slots)))
+
+    return moved
 
 
 def _normed(p: Plant) -> None:
@@ -120,11 +129,18 @@ def _few_answers(p: Plant) -> None:
     p.record()
 
 
-def _off_policy(p: Plant) -> None:
-    """Every trained answer is other text: the words of another answer, backwards; its states are
-    those of these tokens."""
-    p.trained(lambda r: replace(r, answer_token_ids=r.answer_token_ids[::-1]))
-    _capture_again(p)
+def _off_policy(every: int) -> Callable[[Plant], None]:
+    """Of so many trained answers one is other text: its words backwards, with their states."""
+
+    def planted(p: Plant) -> None:
+        ids = [r.id for r in read_answers(p.folder / DATA) if r.trained]
+        other = set(ids[::every])
+        p.trained(
+            lambda r: replace(r, answer_token_ids=r.answer_token_ids[::-1]) if r.id in other else r
+        )
+        _capture_again(p)
+
+    return planted
 
 
 def _capture_again(p: Plant) -> None:
@@ -229,7 +245,7 @@ TRAINING_PLANTS: dict[str, Callable[[Plant], None]] = {
     "F50": lambda p: p.states(torch.zeros_like, most=1),
     "F51": lambda p: p.states(lambda x: x.roll(1, 0)),
     "F52": lambda p: p.states(lambda x: x.roll(-1, 0)),
-    "F53": _slots_later,
+    "F53": _slots_moved(1),
     "F54": _normed,
     "F55": _swapped,
     "F56": lambda p: p.states(_stuck, most=1),
@@ -243,7 +259,7 @@ TRAINING_PLANTS: dict[str, Callable[[Plant], None]] = {
     "F64": lambda p: p.json(
         f"{STATES}/states/index.json", lambda i: i | {"target_fingerprint": "0123456789abcdef"}
     ),
-    "F65": _off_policy,
+    "F65": _off_policy(1),
     "F66": lambda p: p.trained(
         lambda r: replace(r, prompt_token_ids=_other_markers(p, r.prompt_token_ids))
     ),
@@ -253,4 +269,8 @@ TRAINING_PLANTS: dict[str, Callable[[Plant], None]] = {
     "F70": _few_answers,
     "F71": _short_answers,
     "F72": _other_domain,
+    "F78": lambda p: p.states(_slot_of_zeros),
+    "F79": _slots_moved(-1),
+    "F80": _prompt_tokens(3),
+    "F83": _off_policy(2),
 }  # fmt: skip
