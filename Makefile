@@ -77,7 +77,7 @@ nb: setup ## Run every notebook under nbval with the tiny profile
 
 faults: setup ## Plant every fault of the catalogue into a healthy run and print the table
 	@test -f outputs/faults/06_benchmark_serving/manifest.json || $(BIN)/eagle3 run params/faults.yaml
-	@$(BIN)/python tests/faults/bench.py --table outputs/.faults/table.md
+	@$(BIN)/python tests/faults/bench.py --table docs/fault_bench.md
 
 lab: setup ## Open JupyterLab in this environment, at notebooks/welcome.ipynb
 	@PATH="$(abspath $(BIN)):$$PATH" JUPYTER_PREFER_ENV_PATH=1 \
