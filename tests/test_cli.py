@@ -106,12 +106,3 @@ def test_interruption_exits_130_and_says_how_to_go_on(eagle3, monkeypatch):
     code, _, err = eagle3("run", "demo")
     assert code == 130
     assert "again to continue" in err
-
-
-def test_every_profile_in_the_repository_validates():
-    from eagle3lib.lab.profile import load_profile
-
-    names = [p.stem for p in (ROOT / "params").glob("*.yaml")]
-    assert {"demo", "tiny"} <= set(names)
-    for name in names:
-        assert set(load_profile(name)) == set(PHASES)
