@@ -81,7 +81,7 @@ def test_a_phase_without_its_upstream_says_what_to_run(eagle3, tmp_path, monkeyp
     monkeypatch.setattr("eagle3lib.report.runner.open_target", lambda name: FakeTarget)
     code, _, err = eagle3("run", "demo", "04")
     assert code == 2
-    assert "needs 02_capture_hidden_states" in err
+    assert "needs 01_generate_data" in err
 
 
 class FakeTarget:

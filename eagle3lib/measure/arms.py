@@ -83,8 +83,10 @@ def arms_of(cfg: BenchmarkParams, own: Path) -> dict[str, Path | None]:
 
 
 def benchmark_prompts(phase: Phase, cfg: BenchmarkParams) -> list[AnswerRow]:
-    """Held-out prompts of both sets, in the order of their ids."""
-    rows = sorted(read_answers(phase.of("01_generate_data")), key=lambda r: r.id)
+    """Held-out prompts of both sets, in the order of their ids; those that the target answered in a
+    loop come last: a loop is easy to draft, and no measure of acceptance."""
+    answers = read_answers(phase.of("01_generate_data"))
+    rows = sorted(answers, key=lambda r: (r.looping, r.id))
     chosen = []
     for name, count in (("workload", cfg.workload_prompts), ("general", cfg.general_prompts)):
         found = [r for r in rows if (r.set, r.split, r.repeat) == (name, "heldout", 0)]
@@ -94,6 +96,11 @@ def benchmark_prompts(phase: Phase, cfg: BenchmarkParams) -> list[AnswerRow]:
                 f"{len(found)} were answered",
                 where=phase.of("01_generate_data"),
                 next=f"raise heldout_{name} of phase 01, or lower {name}_prompts",
+            )
+        passed_over = sum(r.looping for r in found[count:])
+        if passed_over:
+            phase.note(
+                f"{passed_over} of {len(found)} {name} prompts passed over: answers that loop"
             )
         chosen += found[:count]
     return chosen

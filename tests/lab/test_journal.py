@@ -30,13 +30,18 @@ def test_the_baseline_is_never_skipped_and_another_gate_needs_a_reason(tmp_path)
     assert (event["what"], event["who"], event["why"]) == ("gate skipped", "ada", "none is public")
 
 
+def values(params):
+    return {phase: cfg.model_dump() for phase, cfg in params.items()}
+
+
 def test_the_profile_of_a_run_gives_its_parameters_back(tmp_path):
     params = load_profile("tiny", ["04_train_drafter"], {"epochs": 3, "run": "mine"})
     keep_profile(tmp_path, params)
-    assert load_profile(str(tmp_path / "profile.yaml")) == params
+    assert values(load_profile(str(tmp_path / "profile.yaml"))) == values(params)
     other = params["04_train_drafter"].model_copy(update={"epochs": 4})
     keep_profile(tmp_path, {"04_train_drafter": other})
-    assert load_profile(str(tmp_path / "profile.yaml")) == params | {"04_train_drafter": other}
+    expected = params | {"04_train_drafter": other}
+    assert values(load_profile(str(tmp_path / "profile.yaml"))) == values(expected)
 
 
 def test_a_phase_leaves_why_it_ran_and_how_long_all_its_sessions_took(tmp_path, monkeypatch):
