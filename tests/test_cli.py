@@ -8,7 +8,6 @@ import sys
 import pytest
 
 from eagle3lib import cli
-from eagle3lib.lab.machine import ROOT
 from eagle3lib.lab.params import PHASES
 
 

@@ -45,16 +45,17 @@ def parameters_page() -> str:
     parts = [
         "# Parameters",
         _MADE,
-        "A profile sets them (`params/NAME.yaml`: `common:` and a section a phase), the command line "
-        "stands above it. *Free*: another value reruns nothing. *Grows*: a larger value keeps what is "
-        "there and adds to it. Any other change makes the phase, and those after it, run again.",
+        "A profile sets them (`params/NAME.yaml`: `common:` and a section a phase), the command "
+        "line stands above it. *Free*: another value reruns nothing. *Grows*: a larger value keeps "
+        "what is there and adds to it. Any other change makes the phase, and those after it, run "
+        "again.",
     ]
     for name, model in (PHASES | EXPLORERS).items():
         parts += [f"## {name}", _parameters(model)]
     parts += [
         "## eagle3 serve",
-        "Also the words of a phase's `engine_settings`, `vllm_settings` and `sglang_settings`, but for "
-        "those that the phase has parameters for.",
+        "Also the words of a phase's `engine_settings`, `vllm_settings` and `sglang_settings`, but "
+        "for those that the phase has parameters for.",
         _parameters(ServeParams),
     ]
     return "\n\n".join(parts) + "\n"
@@ -82,10 +83,10 @@ def artefacts_page() -> str:
     parts = [
         "# Artefacts",
         _MADE,
-        "Records within a run's files, field by field. The whole folder, the rows of `answers.jsonl` and "
-        "the arithmetic are in [formats.md](../formats.md), an update's line of `metrics.jsonl` in "
-        "[training.md](../training.md), a drafter's `config.json` in [engines.md](../engines.md). A field "
-        "with a default may be left out.",
+        "Records within a run's files, field by field. The whole folder, the rows of "
+        "`answers.jsonl` and the arithmetic are in [formats.md](../formats.md), an update's line "
+        "of `metrics.jsonl` in [training.md](../training.md), a drafter's `config.json` in "
+        "[engines.md](../engines.md). A field with a default may be left out.",
     ]
     for file, models in _ARTEFACTS.items():
         parts.append(f"## {file}")
