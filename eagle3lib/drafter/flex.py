@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest
+from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
 from eagle3lib.drafter.attention import Attend
 from eagle3lib.drafter.rows import PackedRows
-from eagle3lib.target.flex import compiled_flex, interval_mask
+from eagle3lib.target.flex import interval_mask
 
 
 def flex_chain_attention(scale: float, rows: PackedRows, keys: Tensor, values: Tensor) -> Attend:
@@ -38,7 +38,7 @@ def flex_chain_attention(scale: float, rows: PackedRows, keys: Tensor, values: T
     def attend(query: Tensor, key: Tensor, value: Tensor, step: int) -> Tensor:
         if step > 0:
             chain.append((key, value))
-        read, aux = compiled_flex()(
+        read, aux = _flex()(
             query.transpose(0, 1).unsqueeze(0),
             k_target,
             v_target,
@@ -72,6 +72,11 @@ def _merge_chain(
     own = (weights[:, 1:].unsqueeze(-1) * values.float().unsqueeze(3)).sum(1)  # [P, kv, g, dv]
     out = weights[:, 0].unsqueeze(-1) * read.unflatten(1, (kv, -1)).float() + own
     return out.flatten(1).to(query.dtype)
+
+
+@cache
+def _flex() -> Any:
+    return torch.compile(flex_attention, dynamic=True)
 
 
 @cache

@@ -176,8 +176,8 @@ def capture(
     """Capture every row's states into ``folder``; finished shards of an interrupted run are kept.
 
     ``sample_of``: how many answers there are, where ``rows`` are a sample of them. ``source`` is
-    ``InProcess`` on the CPU unless one is given. Raises ``UserError`` when a row's
-    states are not finite, all zero, or stuck, when the disk is too small, when a prompt holds
+    ``InProcess`` on the CPU unless one is given. Raises ``UserError`` when a row's states are not
+    finite, all zero, or stuck, when the disk is too small, when a prompt holds
     images, when the format can't hold the states, and when the folder's shards were made of another
     target, dtype or slots.
     """

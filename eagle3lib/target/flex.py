@@ -1,20 +1,12 @@
-"""``flex_attention`` where each query sees one run of packed keys, of its own conversation."""
+"""The block mask of ``flex_attention`` where each query sees one run of packed keys."""
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask
 
 _BLOCK = 128  # flex_attention's own block size
-
-
-@cache
-def compiled_flex() -> Any:
-    return torch.compile(flex_attention, dynamic=True)
 
 
 def interval_mask(first: Tensor, last: Tensor, keys: int) -> BlockMask:

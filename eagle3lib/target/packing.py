@@ -12,13 +12,15 @@ import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention.flex_attention import flex_attention
 
-from eagle3lib.target.flex import compiled_flex, interval_mask
+from eagle3lib.target.flex import interval_mask
 from eagle3lib.target.transfer import upload
 
 _NAME = "eagle3_packed"
@@ -116,15 +118,22 @@ def _all_rows(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
 ) -> Tensor:
     """All rows at once: launches that don't grow with the number of rows."""
-    read = compiled_flex()(
-        query,
-        key,
-        value,
-        block_mask=_pack.get().mask(window, query.device),
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+    mask = _pack.get().mask(window, query.device)
+    return _compiled_flex()(query, key, value, mask, scaling, query.shape[1] != key.shape[1])
+
+
+def _flex(
+    query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float | None, grouped: bool
+) -> Tensor:
+    read = flex_attention(query, key, value, block_mask=mask, scale=scale, enable_gqa=grouped)
     return read.transpose(1, 2).contiguous()
+
+
+@cache
+def _compiled_flex() -> Any:
+    # Not the drafter's: torch counts compilations by function, and runs it eagerly (that is, with
+    # all scores in memory) when they are many.
+    return torch.compile(_flex, dynamic=True)
 
 
 def _window_mask(q: Tensor, window: int | None) -> Tensor | None:

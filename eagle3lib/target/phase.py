@@ -39,6 +39,8 @@ def capture_answers(
     ``states/``; resumes at the last shard."""
     torch.set_num_threads(cores())
     rows, sample_of = _wanted_rows(phase, cfg)
+    if sample_of:
+        phase.note(f"states: live: a proof, of {len(rows)} of {sample_of} answers")
     lengths = [len(r.prompt_token_ids) + len(r.answer_token_ids) for r in rows]
     with phase.progress(sum(lengths), "tokens", "hidden states") as bar:
         return capture(

@@ -63,7 +63,8 @@ class LiveStates:
         self._model: Any = load_target(target, dtype, device).requires_grad_(False)
         self._device, self._packs = torch.device(device), can_pack(decoder_of(self._model))
         self._batch_tokens = batch_tokens
-        self.entries: list[StateEntry] = [entry_of(row) for row in rows]
+        # In the order of a capture's shards: a training's updates are drawn from it.
+        self.entries = sorted((entry_of(row) for row in rows), key=lambda e: (e.tokens, e.id))
         self._ids = {r.id: torch.tensor(r.prompt_token_ids + r.answer_token_ids) for r in rows}
         self._turn = threading.Lock()
 

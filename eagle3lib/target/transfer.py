@@ -1,7 +1,7 @@
-"""Copies between host and GPU that wait for nothing.
+"""Copies between host and GPU that wait for nothing else.
 
-A plain ``.to`` or ``.cpu()`` waits for all that the GPU was given before, and then it stands idle
-until the host has launched more.
+A plain ``.to`` or ``.cpu()`` waits for all that the GPU was given before; it then stands idle until
+the host has launched more.
 """
 
 from __future__ import annotations

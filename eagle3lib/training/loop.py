@@ -40,7 +40,7 @@ from eagle3lib.training.data import (
     trainable,
 )
 from eagle3lib.training.evaluate import NgramBaseline, verdict
-from eagle3lib.training.feed import Feed
+from eagle3lib.training.feed import Feed, Part
 from eagle3lib.training.heldout import Heldout
 from eagle3lib.training.loss import StepCounts
 from eagle3lib.training.memory import available_bytes, check_memory, estimate
@@ -52,7 +52,7 @@ from eagle3lib.training.optim import (
     set_rate,
     state_tensors,
 )
-from eagle3lib.training.parallel import Place, Replicated, Sharded
+from eagle3lib.training.parallel import Counts, Place, Replicated, Sharded
 from eagle3lib.training.start import new_drafter, warm_drafter
 from eagle3lib.training.tracker import Tracker
 
@@ -162,9 +162,8 @@ class Trainer:
         self.replica.start()
         begun = []
         for index in range(cfg.accumulate):
-            inputs = next(parts) or (None, None)
-            begun.append(self.replica.backward(*inputs, scales, last=index == cfg.accumulate - 1))
-            del inputs  # two parts are there at most
+            last = index == cfg.accumulate - 1
+            begun.append(self._backward(next(parts), scales, last=last))
             parts.ahead()  # while the device is at work
         counts, due, bad = self._over_ranks([count() for count in begun])
         norm = self.replica.clip(cfg.max_grad_norm)
@@ -191,6 +190,9 @@ class Trainer:
             }
         )
         return due
+
+    def _backward(self, part: Part, scales: list[float], *, last: bool) -> Counts:
+        return self.replica.backward(*(part or (None, None)), scales, last=last)
 
     def _over_ranks(self, own: list[list[StepCounts]]) -> tuple[list[StepCounts], bool, list[bool]]:
         """(counts of every step, whether a checkpoint is due, which parts were not finite), over

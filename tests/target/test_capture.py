@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from eagle3lib.lab.errors import UserError
+from eagle3lib.target import packing
 from eagle3lib.target.capture import (
     InProcess,
     capture,
@@ -126,6 +127,22 @@ def test_result_counts_tokens_and_padding(tiny_target, tiny_rows, tmp_path):
     tokens = sum(len(r.prompt_token_ids) + len(r.answer_token_ids) for r in tiny_rows)
     assert (result.conversations, result.tokens, sum(seen)) == (len(tiny_rows), tokens, tokens)
     assert result.padding_share == 0, "packed rows have none"
+
+
+def test_the_way_of_a_gpu_is_the_same(monkeypatch):
+    """All rows as one attention, with and without a window, against row by row."""
+    monkeypatch.setattr(packing, "_compiled_flex", lambda: packing._flex)
+    draw = torch.Generator().manual_seed(0)
+    lengths = [130, 7, 1, 140]
+    q, k, v = (torch.randn(1, n, sum(lengths), 16, generator=draw) for n in (6, 2, 2))
+    token = packing._pack.set(packing._Pack(lengths))
+    try:
+        for window in (None, 20):
+            by_row, _ = packing.packed_attention(None, q, k, v, scaling=0.3, sliding_window=window)
+            at_once = packing._all_rows(q, k, v, 0.3, window)
+            torch.testing.assert_close(at_once, by_row, atol=1e-5, rtol=1e-4)
+    finally:
+        packing._pack.reset(token)
 
 
 def test_padding_is_counted_where_rows_can_not_be_packed(

@@ -10,7 +10,7 @@ from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.params import CaptureParams
 from eagle3lib.lab.run import Phase
 from eagle3lib.target import phase as phase_02
-from eagle3lib.target.capture import InProcess
+from eagle3lib.target.capture import InProcess, sampled_from
 from eagle3lib.target.states import StateStore
 
 
@@ -43,6 +43,22 @@ def test_healthy_states_are_proven(run, tiny_target):
     assert findings == []
     assert table.agree.sum() == table["answer tokens"].sum() > 0
     assert table.conversations.tolist() == [5, 5, 2]
+
+
+def test_of_live_states_a_sample_is_proven(run, tiny_target, tiny_rows, monkeypatch):
+    """Two of each split and set, the longest among them; it says what it is a sample of."""
+    monkeypatch.setattr(phase_02, "PROOF_ROWS", 2)
+    phase, cfg = run(device="cpu", states="live")
+    result = phase_02.capture_answers(phase, cfg, tiny_target, (2, 5, 7))
+    store = StateStore(phase.folder / "states")
+    assert (result.conversations, sampled_from(store.folder)) == (5, len(tiny_rows))
+    for split, name in (("train", "workload"), ("heldout", "workload"), ("heldout", "general")):
+        lengths = [len(r.prompt_token_ids + r.answer_token_ids) for r in tiny_rows
+                   if (r.split, r.set) == (split, name)]  # fmt: skip
+        stored = [e.tokens for e in store.select(split=split, set=name)]
+        assert max(lengths) == max(stored) and len(stored) == min(2, len(lengths))
+    table, findings = phase_02.prove_states(store, phase, cfg, tiny_target)
+    assert findings == [] and table.agree.sum() == table["answer tokens"].sum() > 0
 
 
 def test_wrong_layers_are_found_without_a_word_of_the_index(run, tiny_target, monkeypatch):

@@ -1,14 +1,11 @@
 """Who trains on what: each token once an epoch, however many processes share the work."""
 
-import threading
 from collections import Counter
 
 import pytest
 import torch
 
 from eagle3lib.drafter.align import base_positions, base_span, label_exists
-from eagle3lib.lab.errors import UserError
-from eagle3lib.target.model import TargetHead
 from eagle3lib.target.states import StateStore
 from eagle3lib.training.data import (
     epoch_updates,
@@ -17,8 +14,6 @@ from eagle3lib.training.data import (
     share_out,
     trainable,
 )
-from eagle3lib.training.feed import Feed
-from eagle3lib.training.objective import FullHead
 
 
 @pytest.fixture
@@ -117,54 +112,3 @@ def test_a_cut_row_is_the_beginning_of_the_whole_one(tiny_states):
     batch, first = load_batch(store, cut), store.row(whole[0])
     assert torch.equal(batch.rows.token_ids[:12], first.token_ids[:12])
     assert torch.equal(batch.last[:12], first.last[:12])
-
-
-class Watched(StateStore):
-    """Says which conversations were asked for, and on which thread; one of them may be bad."""
-
-    bad = ""
-
-    def rows(self, entries, device="cpu"):
-        self.asked = [*getattr(self, "asked", []), *(e.id for e in entries)]
-        assert threading.current_thread() is not threading.main_thread()
-        if self.bad in [e.id for e in entries]:
-            raise UserError("cut short")
-        return super().rows(entries, device)
-
-
-@pytest.fixture
-def feed(tiny_states, tiny_target):
-    """(the states, their feed) of one conversation a part."""
-
-    def make(bad=""):
-        states = Watched(tiny_states)
-        states.bad = bad or "none"
-        head = FullHead(TargetHead(tiny_target), torch.device("cpu"))
-        jobs = [[e] for e in trainable(states.select(split="train")).entries[:6]]
-        return states, jobs, Feed(states, head, [*jobs, []])
-
-    return make
-
-
-def test_parts_come_in_order_read_ahead_by_one_on_another_thread(feed):
-    states, jobs, parts = feed()
-    for index, job in enumerate(jobs):
-        batch, labels = next(parts)
-        assert batch.entries == job
-        assert len(labels.greedy) == job[0].tokens
-        assert len(states.asked) <= index + 2
-    assert next(parts) is None  # a part without conversations
-    with pytest.raises(StopIteration):
-        next(parts)
-    assert states.asked == [job[0].id for job in jobs]
-
-
-def test_a_fault_of_the_reader_comes_where_its_part_would(feed, tiny_states):
-    third = trainable(StateStore(tiny_states).select(split="train")).entries[2].id
-    _, jobs, parts = feed(bad=third)
-    assert [next(parts)[0].entries for _ in range(2)] == jobs[:2]
-    with pytest.raises(UserError, match="cut short"):
-        next(parts)
-    before = threading.active_count()
-    parts.close()
-    assert threading.active_count() <= before

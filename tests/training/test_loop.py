@@ -68,30 +68,6 @@ def test_step_weight_counts_each_step_less_than_the_one_before(train, on):
     assert first_norm("all", steps=3, step_weight=1.0) != pytest.approx(alone, rel=1e-3)
 
 
-def test_live_states_teach_what_stored_ones_do(train, on):
-    """In whatever packs the target makes them: only rounding differs."""
-    stored = on.rows_of(train("stored"), "train")
-    for most in (1, 100_000):
-        live = on.rows_of(train(f"live{most}", states="live", target_batch_tokens=most), "train")
-        assert [r["tokens"] for r in live] == [r["tokens"] for r in stored]
-        for a, b in zip(stored, live, strict=True):
-            assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=2e-3)
-            for x, y in zip(a["steps"], b["steps"], strict=True):
-                assert y["loss"] == pytest.approx(x["loss"], abs=2e-3)
-                assert y["positions"] == x["positions"]
-
-
-def test_it_stops_at_a_checkpoint_when_its_time_is_over_and_goes_on(
-    train, params, folders, tiny_target, on
-):
-    """Three commands of one update or more each make the same training as one."""
-    whole, where = train("whole", epochs=3), folders("pieces")
-    cfg = params(epochs=3, max_minutes=1e-9)
-    ends = [Trainer(cfg, tiny_target, where).run() for _ in range(6)]
-    assert ends[0] is False and ends[-1] is True
-    on.same_outcome(whole, where)
-
-
 def test_accumulating_and_recomputing_change_nothing(train, on):
     """Parts of an update and its activations are matters of memory, not of the result."""
     plain = on.rows_of(train("plain"), "train")
@@ -236,8 +212,8 @@ def test_metrics_tell_what_was_trained_on(train, tiny_rows, on):
 
 def test_teacher_says_the_greedy_answers(params, folders, tiny_target):
     trainer = Trainer(params(), tiny_target, folders())
-    batch, _ = next(trainer._parts([trainer.selection.entries]))
-    teacher, start = trainer.head.labels(batch).greedy, 0
+    batch, labels = next(trainer._parts([trainer.selection.entries]))
+    teacher, start = labels.greedy, 0
     for entry in batch.entries:
         own = teacher[start : start + entry.tokens]
         ids = batch.rows.token_ids[start : start + entry.tokens]
