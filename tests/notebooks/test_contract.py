@@ -79,7 +79,7 @@ def test_cells_are_few_short_and_call_the_library(path):
     assert any("assert " in c.source for c in cells), "a notebook checks what it made"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", PHASE_FILES, ids=lambda p: p.stem)
 def test_it_shows_its_parameters_and_ends_with_what_to_look_at_next(path):
     cells = nbformat.read(path, as_version=4).cells
     (opens,) = [c for c in cells if "from_notebook(globals())" in c.source]
