@@ -62,7 +62,7 @@ test: setup ## Run every check: unit laws, notebooks under nbval, the real engin
 lint: setup ## ruff over code and notebooks, notebooks stripped, parameter cells in step with the models
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/nbstripout --verify notebooks/*.ipynb notebooks/bench/*.ipynb
+	@$(BIN)/nbstripout --verify notebooks/*.ipynb notebooks/bench/*.ipynb notebooks/explore/*.ipynb
 	@$(BIN)/eagle3 notebooks --check
 
 nb: setup ## Run every notebook under nbval with the tiny profile

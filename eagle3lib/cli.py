@@ -9,8 +9,9 @@ from typing import Annotated
 
 import typer
 
-from eagle3lib import cli_diagnose, cli_drafter, cli_measure, cli_serve
+from eagle3lib import cli_diagnose, cli_drafter, cli_explore, cli_measure, cli_serve
 from eagle3lib.lab.errors import UserError
+from eagle3lib.lab.explore import EXPLORERS
 from eagle3lib.lab.notebooks import NotebookError, write_parameter_cells
 from eagle3lib.lab.params import PHASES
 from eagle3lib.lab.profile import load_profile, parse_arguments, phase_name
@@ -75,12 +76,16 @@ def status(
 
 @app.command()
 def params(
-    phase: Annotated[str | None, typer.Argument(help="a phase; all, if left out")] = None,
+    phase: Annotated[
+        str | None, typer.Argument(help="a phase, or explore/NAME; all, if left out")
+    ] = None,
 ) -> None:
     """List the parameters with type, default and help."""
-    for name in [phase_name(phase)] if phase else list(PHASES):
+    models = PHASES | {model.PHASE: model for model in EXPLORERS.values()}
+    chosen = list(models) if phase is None else [phase if phase in models else phase_name(phase)]
+    for name in chosen:
         print(name)
-        for field, info in PHASES[name].model_fields.items():
+        for field, info in models[name].model_fields.items():
             print(f"  {field:32} {info.default!r:38} {info.description}")
 
 
@@ -162,6 +167,7 @@ for _command in (
     cli_measure.watch,
     cli_measure.gate,
     cli_diagnose.diagnose,
+    cli_explore.explore,
 ):
     app.command()(_command)
 

@@ -11,6 +11,7 @@ import typer
 
 from eagle3lib.cli import app
 from eagle3lib.engine.settings import ServeParams
+from eagle3lib.lab.explore import EXPLORERS
 from eagle3lib.lab.machine import ROOT
 from eagle3lib.lab.params import PHASES
 from eagle3lib.lab.profile import load_profile, phase_name
@@ -24,6 +25,7 @@ PARAMETERS = {
     "run": set().union(*(model.model_fields for model in PHASES.values())),
     "plan": set(PHASES["00_plan"].model_fields),
     "serve": set(ServeParams.model_fields),
+    "explore": set().union(*(model.model_fields for model in EXPLORERS.values())),
 }
 COMMANDS = typer.main.get_command(app).commands
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

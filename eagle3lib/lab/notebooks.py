@@ -15,8 +15,9 @@ from typing import Any
 import nbformat
 
 from eagle3lib.lab.errors import UserError
+from eagle3lib.lab.explore import EXPLORERS
 from eagle3lib.lab.machine import ROOT
-from eagle3lib.lab.phase_params import PhaseParams
+from eagle3lib.lab.phase_params import NotebookParams
 from eagle3lib.lab.profile import load_profile
 
 NOTEBOOKS = ROOT / "notebooks"
@@ -30,10 +31,11 @@ class NotebookError(RuntimeError):
     report."""
 
 
-def parameter_cell(demo: PhaseParams) -> str:
+def parameter_cell(demo: NotebookParams) -> str:
     """One parameter a line with type, value and help, as papermill's line regex reads it.
 
-    The values are the demo's: a notebook that is opened and run as it is makes the demo run.
+    The values are the demo's: a notebook that is opened and run as it is makes the demo run (an
+    explorer looks at it).
     """
     lines = []
     for name, field in type(demo).model_fields.items():
@@ -44,12 +46,14 @@ def parameter_cell(demo: PhaseParams) -> str:
 
 
 def write_parameter_cells(*, check_only: bool = False) -> list[str]:
-    """Bring every phase notebook's ``parameters`` cell in step with its model and the demo.
+    """Bring every ``parameters`` cell in step with its model: the demo's values in a phase's
+    notebook, the defaults in an explorer's.
 
     Returns the names of the notebooks that were (with ``check_only``: would be) changed.
     """
     changed = []
-    for phase, demo in load_profile("demo").items():
+    explorers = {model.PHASE: model() for model in EXPLORERS.values()}
+    for phase, demo in (load_profile("demo") | explorers).items():
         path = NOTEBOOKS / f"{phase}.ipynb"
         notebook = read_notebook(path)
         cells = [c for c in notebook.cells if "parameters" in c.metadata.get("tags", [])]
@@ -72,8 +76,8 @@ def read_notebook(path: Path) -> Any:
     return nbformat.read(path, as_version=4)
 
 
-def execute(params: PhaseParams, output: Path) -> None:
-    """Run a phase's notebook into ``output``, which is kept also when a cell fails.
+def execute(params: NotebookParams, output: Path) -> None:
+    """Run a notebook into ``output``, which is kept also when a cell fails.
 
     Raises ``UserError`` with the message of a user's mistake, ``NotebookError`` for anything else.
     """

@@ -15,21 +15,13 @@ Dtype = Literal["bfloat16", "float32"]
 _FILE_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".txt", ".gz", ".zst")
 
 
-class PhaseParams(BaseModel):
-    """What every phase takes."""
+class NotebookParams(BaseModel):
+    """What every notebook takes. ``PHASE`` is its name in notebooks/, without the ending."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     PHASE: ClassVar[str] = ""
-    UPSTREAM: ClassVar[tuple[str, ...]] = ()
-    FILES: ClassVar[tuple[str, ...]] = ()  # fields that name input files
-    FREE: ClassVar[tuple[str, ...]] = ()  # fields that don't decide the result: no rerun
-    GROWING: ClassVar[tuple[str, ...]] = ()  # more of it continues what is there
 
     run: str = Field("demo", description="name of the run; its folder is outputs/RUN")
-    target: str = Field(
-        "smollm2-135m-instruct",
-        description="smollm2-135m-instruct, a local folder, or a Hub id",
-    )
 
     @field_validator("run")
     @classmethod
@@ -65,6 +57,20 @@ class PhaseParams(BaseModel):
                 "\n".join(lines), where=source, next=f"eagle3 params {cls.PHASE}"
             ) from None
 
+
+class PhaseParams(NotebookParams):
+    """What every phase takes."""
+
+    UPSTREAM: ClassVar[tuple[str, ...]] = ()
+    FILES: ClassVar[tuple[str, ...]] = ()  # fields that name input files
+    FREE: ClassVar[tuple[str, ...]] = ()  # fields that don't decide the result: no rerun
+    GROWING: ClassVar[tuple[str, ...]] = ()  # more of it continues what is there
+
+    target: str = Field(
+        "smollm2-135m-instruct",
+        description="smollm2-135m-instruct, a local folder, or a Hub id",
+    )
+
     def input_files(self) -> dict[str, Path]:
         """Parameter name -> path of the input files and folders named by parameters (relative to
         the repository); what comes from the Hub has none."""
@@ -98,7 +104,7 @@ def hub_id(value: str) -> str:
     return value
 
 
-def _explain(cls: type[PhaseParams], problem: Any) -> str:
+def _explain(cls: type[NotebookParams], problem: Any) -> str:
     name = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
         known = ", ".join(cls.model_fields)

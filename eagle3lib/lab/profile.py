@@ -39,20 +39,25 @@ def parse_arguments(arguments: list[str]) -> tuple[list[str], dict[str, Any]]:
 
     A phase may be given by its number: ``04`` is ``04_train_drafter``. Values are YAML scalars.
     """
-    phases: list[str] = []
-    overrides: dict[str, Any] = {}
-    for word in arguments:
-        if "=" not in word:
-            phases.append(phase_name(word))
-            continue
-        name, _, text = word.partition("=")
+    phases = {phase_name(word) for word in arguments if "=" not in word}
+    overrides = read_values([word for word in arguments if "=" in word])
+    return sorted(phases, key=list(PHASES).index), overrides
+
+
+def read_values(words: list[str]) -> dict[str, Any]:
+    """``name=value`` words by name; values are YAML scalars. Raises ``UserError`` for others."""
+    values: dict[str, Any] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if not equals:
+            raise UserError(f"{word!r} is not name=value", where="the command line")
         try:
-            overrides[name] = yaml.safe_load(text) if text else ""
+            values[name] = yaml.safe_load(text) if text else ""
         except yaml.YAMLError as error:
             raise UserError(
                 f"{word!r} is not name=value: {error}", where="the command line"
             ) from None
-    return sorted(set(phases), key=list(PHASES).index), overrides
+    return values
 
 
 def phase_name(word: str) -> str:

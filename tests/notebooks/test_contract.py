@@ -8,11 +8,14 @@ import re
 import nbformat
 import pytest
 
+from eagle3lib.lab.explore import EXPLORERS
 from eagle3lib.lab.notebooks import NOTEBOOKS, parameter_cell, write_parameter_cells
 from eagle3lib.lab.params import PHASES
 from eagle3lib.lab.profile import load_profile
 
-FILES = sorted(NOTEBOOKS.glob("*.ipynb"))
+PHASE_FILES = sorted(NOTEBOOKS.glob("*.ipynb"))
+EXPLORER_FILES = sorted((NOTEBOOKS / "explore").glob("*.ipynb"))
+FILES = [*PHASE_FILES, *EXPLORER_FILES]
 FORBIDDEN = re.compile(
     r"^\s*(def |class |%|!|sys\.exit|os\.chdir)|pip install|pio\.renderers", re.MULTILINE
 )
@@ -22,8 +25,14 @@ def code_cells(path):
     return [c for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code"]
 
 
-def test_there_is_one_notebook_a_phase():
-    assert [f.stem for f in FILES] == list(PHASES)
+def values_of(path):
+    """What the notebook's parameters cell should hold."""
+    return EXPLORERS[path.stem]() if path in EXPLORER_FILES else load_profile("demo")[path.stem]
+
+
+def test_there_is_one_notebook_a_phase_and_explorer():
+    assert [f.stem for f in PHASE_FILES] == list(PHASES)
+    assert [f.stem for f in EXPLORER_FILES] == sorted(EXPLORERS)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
@@ -39,7 +48,7 @@ def test_stripped_and_on_the_common_kernel(path):
 def test_one_parameters_cell_equal_to_the_model(path):
     cells = [c for c in code_cells(path) if "parameters" in c.metadata.get("tags", [])]
     assert len(cells) == 1
-    assert cells[0].source == parameter_cell(load_profile("demo")[path.stem])
+    assert cells[0].source == parameter_cell(values_of(path))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
@@ -48,9 +57,10 @@ def test_papermill_finds_every_parameter(path):
     from papermill.inspection import inspect_notebook
 
     found = inspect_notebook(str(path))
-    assert set(found) == set(PHASES[path.stem].model_fields)
+    fields = type(values_of(path)).model_fields
+    assert set(found) == set(fields)
     for name, info in found.items():
-        assert info["help"] == PHASES[path.stem].model_fields[name].description
+        assert info["help"] == fields[name].description
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
