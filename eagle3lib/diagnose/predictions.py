@@ -11,7 +11,7 @@ very positions where those rounds stand.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,7 +78,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Token:
-    """``step``: draft step of this token, 0 where it was not drafted. ``drafter`` is empty there."""
+    """``step``: draft step of this token; 0, and ``drafter`` empty, where it was not drafted."""
 
     id: int
     kind: str
@@ -321,3 +321,20 @@ def parted_rounds(views: Iterable[AnswerView]) -> tuple[int, int]:
     """(rounds in which engine and simulator differ, rounds compared) of recorded answers."""
     rounds = [r for v in views if v.recorded for r in v.rounds if r.compared]
     return sum(r.parted for r in rounds), len(rounds)
+
+
+def summary(views: Sequence[AnswerView], of: int, steps: int, dtype: str) -> dict[str, Any]:
+    """A few facts about what is viewed."""
+    rounds = [r for v in views for r in v.rounds]
+    parted, compared = parted_rounds(views)
+    tokens, recorded = sum(len(v.tokens) for v in views), sum(v.recorded for v in views)
+    refused = Counter(v.problem for v in views if v.problem)
+    return {
+        "answers viewed": f"{len(views):,} of {of:,}",
+        "tokens": tokens,
+        "drafts a round (K), numbers": f"{steps}, {dtype}",
+        "acceptance length": 1 + sum(r.accepted for r in rounds) / max(len(rounds), 1),
+        "answers whose rounds the engine told": recorded,
+        "records that do not fit their answers": "; ".join(refused) or "none",
+        "rounds in which engine and simulator differ": f"{parted:,} of {compared:,} compared",
+    }

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.explore import finished_run
 from eagle3lib.lab.files import read_json
 from eagle3lib.lab.params import PHASES
@@ -111,7 +110,10 @@ def read_run(name: str) -> ComparedRun:
     folder = finished_run(name, "06_benchmark_serving")
     manifest = read_json(folder / "manifest.json")
     benchmark = read_json(folder / "06_benchmark_serving" / "metrics.json")
-    rows, steps = read_requests(folder / "06_benchmark_serving"), benchmark["num_speculative_tokens"]
+    rows, steps = (
+        read_requests(folder / "06_benchmark_serving"),
+        benchmark["num_speculative_tokens"],
+    )
     parameters = {
         f"{phase} {field}": value
         for phase, done in manifest["phases"].items()
@@ -155,61 +157,93 @@ def _facts(folder: Path) -> dict[str, Any]:
         return value
 
     return {
-        "training tokens": of("04_train_drafter", "training_tokens"),
-        "simulated length, workload": of("04_train_drafter", "heldout", "workload", "acceptance_length"),
-        "served tokens in draft vocabulary": of("07_diagnose_acceptance", "workload", "vocab_coverage"),
-    }  # fmt: skip
+        "answer tokens trained on": of("04_train_drafter", "trained_tokens"),
+        "epochs": of("04_train_drafter", "epochs"),
+        "answer tokens in the draft vocabulary, workload": of(
+            "07_diagnose_acceptance", "workload", "vocab_coverage"
+        ),
+    }
 
 
-def parameter_differences(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
-    """One line a parameter whose values differ, a column a run; "" where a phase is not done."""
-    lines = [{"parameter": "target"} | {r.name: f"{r.target} ({r.fingerprint})" for r in runs}]
+def side_by_side(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
+    """Parameters that differ, then results: one line each, a column a run, None where a run has
+    none."""
+    lines = _parameter_lines(runs)
+    lines += [_line("trained", name, runs, [r.facts[name] for r in runs]) for name in runs[0].facts]
+    for set_name in dict.fromkeys(s for r in runs for s in r.prompts):
+        sums = [_pooled(r, set_name) for r in runs]
+        kind = f"measured, {set_name}"
+        lines.append(_line(kind, "prompts", runs, [len(r.prompts.get(set_name, {})) for r in runs]))
+        for label in STATISTICS:
+            lines.append(_line(kind, label, runs, [value_of(label, s) for s in sums]))
+        for k in range(1, max(r.steps for r in runs) + 1):
+            shares = [_share(r, s, k) for r, s in zip(runs, sums, strict=True)]
+            lines.append(_line(kind, f"rounds that accepted step {k}", runs, shares))
+    return lines
+
+
+def _line(kind: str, what: str, runs: Sequence[ComparedRun], values: list[Any]) -> dict[str, Any]:
+    rounded = [round(v, 4) if isinstance(v, float) else v for v in values]
+    return {"kind": kind, "what": what} | dict(zip((r.name for r in runs), rounded, strict=True))
+
+
+def _pooled(run: ComparedRun, set_name: str) -> np.ndarray | None:
+    prompts = run.prompts.get(set_name)
+    return np.array(list(prompts.values())).sum(0) if prompts else None
+
+
+def _parameter_lines(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
+    targets = [f"{r.target} ({r.fingerprint})" for r in runs]
+    lines = [_line("parameter", "target", runs, targets)]
     for name in _ordered({n for r in runs for n in r.parameters}):
-        values = {r.name: r.parameters.get(name, "") for r in runs}
-        lines.append({"parameter": name} | values)
+        lines.append(_line("parameter", name, runs, [r.parameters.get(name) for r in runs]))
     return [x for x in lines if len({str(x[r.name]) for r in runs}) > 1]
 
 
 def _ordered(names: set[str]) -> list[str]:
-    place = {f"{p} {f}": i for i, (p, f) in enumerate(
-        (phase, field) for phase, model in PHASES.items() for field in model.model_fields
-    )}  # fmt: skip
+    known = [f"{phase} {field}" for phase, model in PHASES.items() for field in model.model_fields]
+    place = {name: i for i, name in enumerate(known)}
     return sorted(names, key=lambda n: (place.get(n, len(place)), n))
 
 
-def result_lines(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
-    """One line a run and prompt set: what was measured, what it was trained on."""
-    lines = []
-    for run in runs:
-        for name, prompts in run.prompts.items():
-            sums = np.array(list(prompts.values())).sum(0)
-            line: dict[str, Any] = {"run": run.name, "set": name, "prompts": len(prompts), "K": run.steps}
-            for label in STATISTICS:
-                line[label] = value_of(label, sums)
-            line["rounds"] = int(sums[_ROUNDS])
-            line |= run.facts
-            lines.append(line)
-    return lines  # fmt: skip
+def _share(run: ComparedRun, sums: np.ndarray | None, k: int) -> float | None:
+    """Share of rounds that accepted step k; None where the run has no such step or rounds whose
+    steps it does not know."""
+    if (
+        sums is None
+        or k > run.steps
+        or not sums[_ROUNDS]
+        or sums[_STEP_1:].sum() != sums[_ACCEPTED]
+    ):
+        return None
+    return float(_step(k)(sums))
 
 
-def value_of(label: str, sums: np.ndarray) -> float | None:
+def value_of(label: str, sums: np.ndarray | None) -> float | None:
     """A statistic of pooled sums; None where what it divides by was not measured."""
     statistic, needed = STATISTICS[label]
-    return float(statistic(sums)) if all(sums[c] > 0 for c in needed) else None
+    return float(statistic(sums)) if sums is not None and _has(sums, needed) else None
+
+
+def _has(sums: np.ndarray, needed: tuple[int, ...]) -> bool:
+    return bool((sums[list(needed)] > 0).all())
 
 
 def step_lines(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
-    """Share of rounds that accepted step k, by run and set; none where rounds have no steps."""
+    """Share of rounds that accepted step k with its interval, by run, set and step."""
     out = []
     for run in runs:
         for name, prompts in run.prompts.items():
-            sums = np.array(list(prompts.values())).sum(0)
-            told = sums[_STEP_1:].sum() == sums[_ACCEPTED]
-            for k in range(1, run.steps + 1 if sums[_ROUNDS] and told else 1):
-                low, high = interval(list(prompts.values()), _step(k), (_ROUNDS,))
-                out.append({"run": run.name, "set": name, "step": k,
-                            "share": float(_step(k)(sums)), "low": low, "high": high,
-                            "rounds": int(sums[_ROUNDS])})  # fmt: skip
+            table = np.array([p for p in prompts.values() if p[_ROUNDS] > 0]).reshape(
+                -1, _STEP_1 + run.steps
+            )
+            for k in range(1, run.steps + 1):
+                share = _share(run, table.sum(0), k)
+                if share is not None:
+                    low, high = bootstrap(table, _step(k))
+                    line = {"run": run.name, "set": name, "step": k, "share": share}
+                    rounds = int(table[:, _ROUNDS].sum())
+                    out.append(line | {"low": low, "high": high, "rounds": rounds})
     return out
 
 
@@ -236,58 +270,66 @@ def _hardware(run: ComparedRun) -> tuple[str, ...]:
     return tuple(str(run.machine.get(k)) for k in ("cpu", "cores", "gpus"))
 
 
-def differences(
-    base: ComparedRun, other: ComparedRun, resamples: int = 2000, seed: int = 0
-) -> list[Difference]:
+def differences(base: ComparedRun, other: ComparedRun, resamples: int = 2000) -> list[Difference]:
     """Every statistic that both runs have, over every prompt set that both asked."""
     out = []
     for set_name in (s for s in base.prompts if s in other.prompts):
         a, b = base.prompts[set_name], other.prompts[set_name]
-        shared = [p for p in a if p in b]
-        paired = len(shared) >= MIN_PROMPTS or a.keys() == b.keys()
-        left, right = ([x[p] for p in (shared if paired else x)] for x in (a, b))
+        paired = len(a.keys() & b.keys()) >= MIN_PROMPTS or a.keys() == b.keys()
         for label in STATISTICS:
-            found = compare(left, right, label, paired=paired, resamples=resamples, seed=seed)
+            reason = why_not_comparable(base, other, label, set_name)
+            found = compare(a, b, label, paired=paired, resamples=resamples)
             if found is not None:
-                reason = why_not_comparable(base, other, label, set_name)
-                out.append(Difference(label, set_name, base.name, other.name, *found, paired,
-                                      (len(left), len(right)), reason))  # fmt: skip
-    return out
+                out.append(
+                    Difference(label, set_name, base.name, other.name, *found, paired, reason)
+                )
+    return out  # fmt: skip
 
 
 def compare(
-    left: list[np.ndarray], right: list[np.ndarray], label: str, *,
-    paired: bool, resamples: int = 2000, seed: int = 0,
-) -> tuple[float, float, float, float | None, float | None] | None:  # fmt: skip
-    """(left's value, right's, right minus left, its interval's ends), None where either has none.
+    a: dict[Prompt, np.ndarray], b: dict[Prompt, np.ndarray], label: str, *,
+    paired: bool, resamples: int = 2000,
+) -> tuple[float, float, float, float | None, float | None, tuple[int, int]] | None:  # fmt: skip
+    """(a's value, b's, b minus a, its interval's ends, prompts of both); None if one has no value.
 
-    Paired: ``left[i]`` and ``right[i]`` are one prompt, and are resampled together. Runs of
-    different K have different columns: those that a statistic reads are the first.
+    Paired: prompts that both have are resampled together, others are left out. A prompt that has
+    nothing of what the statistic divides by (no round, say) is left out too.
     """
-    statistic, _ = STATISTICS[label]
-    a, b = np.array(left)[:, :_STEP_1], np.array(right)[:, :_STEP_1]
-    values = value_of(label, a.sum(0)), value_of(label, b.sum(0))
-    if values[0] is None or values[1] is None:
+    statistic, needed = STATISTICS[label]
+    of_a, of_b = ([p for p, sums in x.items() if _has(sums, needed)] for x in (a, b))
+    if paired:
+        of_a = of_b = [p for p in of_a if p in set(of_b)]
+    if not of_a or not of_b:
         return None
+    # Runs of another K have other columns at the end, which no statistic reads.
+    left, right = (np.array([x[p][:_STEP_1] for p in of]) for x, of in ((a, of_a), (b, of_b)))
+    values = float(statistic(left.sum(0))), float(statistic(right.sum(0)))
     low = high = None
-    if min(len(a), len(b)) >= MIN_PROMPTS:
-        rng = np.random.default_rng(seed)
-        picks = rng.integers(0, len(a), (resamples, len(a)))
-        others = picks if paired else rng.integers(0, len(b), (resamples, len(b)))
-        low, high = _percentiles(statistic(b[others].sum(1)) - statistic(a[picks].sum(1)))
-    return *values, values[1] - values[0], low, high
+    if paired:
+        low, high = bootstrap(
+            np.concatenate((left, right), axis=1),
+            lambda s: statistic(s[..., _STEP_1:]) - statistic(s[..., :_STEP_1]), resamples,
+        )  # fmt: skip
+    elif min(len(left), len(right)) >= MIN_PROMPTS:
+        rng = np.random.default_rng(0)
+        theirs, mine = (statistic(_resampled(x, resamples, rng)) for x in (right, left))
+        low, high = _percentiles(theirs - mine)
+    return *values, values[1] - values[0], low, high, (len(left), len(right))
 
 
-def interval(
-    prompts: list[np.ndarray], statistic: Statistic, needed: tuple[int, ...],
-    resamples: int = 2000, seed: int = 0,
-) -> tuple[float | None, float | None]:  # fmt: skip
-    """95 % interval of one run's statistic; (None, None) below five prompts that have it."""
-    table = np.array([p for p in prompts if all(p[c] > 0 for c in needed)])
+def bootstrap(
+    table: np.ndarray, statistic: Statistic, resamples: int = 2000
+) -> tuple[float | None, float | None]:
+    """95 % interval of a statistic of the sums over prompts, [prompts, columns]; (None, None) below
+    five prompts."""
     if len(table) < MIN_PROMPTS:
         return None, None
-    picks = np.random.default_rng(seed).integers(0, len(table), (resamples, len(table)))
-    return _percentiles(statistic(table[picks].sum(1)))
+    return _percentiles(statistic(_resampled(table, resamples, np.random.default_rng(0))))
+
+
+def _resampled(table: np.ndarray, resamples: int, rng: np.random.Generator) -> np.ndarray:
+    """Sums of ``resamples`` draws of as many prompts with replacement, [resamples, columns]."""
+    return table[rng.integers(0, len(table), (resamples, len(table)))].sum(1)
 
 
 def _percentiles(values: np.ndarray) -> tuple[float, float]:

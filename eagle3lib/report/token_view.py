@@ -17,6 +17,7 @@ from typing import Any
 from eagle3lib.diagnose.predictions import (
     ACCEPTED,
     KINDS,
+    PASSAGE_ROUNDS,
     AnswerView,
     Choice,
     Passage,
@@ -26,6 +27,7 @@ from eagle3lib.diagnose.predictions import (
     passages,
 )
 from eagle3lib.diagnose.predictions_run import RunViews
+from eagle3lib.report.html import page_template
 
 _HERE = Path(__file__).parent
 _STATIC = 6  # passages that are drawn without scripts
@@ -159,36 +161,20 @@ def _span(token: Token, view: AnswerView, decode: Callable[[list[int]], str]) ->
 
 def _block(name: str, data: str, static: str, found: RunViews, kept: int) -> str:
     counts, (parted, compared) = kind_counts(found.views), parted_rounds(found.views)
-    buttons = [_button(kind, f"{KINDS[kind]}: {n:,}") for kind, n in counts.items() if n]
+    buttons = [(kind, kind, f"{KINDS[kind]}: {n:,}") for kind, n in counts.items() if n]
     if compared:
         told = f"rounds in which engine and simulator differ: {parted:,} of {compared:,}"
-        buttons.append(_button("parted", told))
-    sets = "".join(f"<option>{html.escape(s)}</option>" for s in sorted({v.set for v in found.views}))
-    left = len(found.views) - kept
-    note = (
-        f"{left:,} of {len(found.views):,} answers, whose worst passages are the least bad, are counted "
-        "and not drawn: the page would be too large. " if left else ""
-    )  # fmt: skip
-    style, script = ((_HERE / f"token_view.{s}").read_text(encoding="utf-8") for s in ("css", "js"))
-    return f"""<div class="tv" id="{name}"><style>{style}</style>
-<ul class="kinds">{"".join(f"<li>{b}</li>" for b in buttons)}</ul>
-<p class="soft">{note}Blue is an accepted draft, darker the later its step. A line above marks a round in \
-which engine and simulator differ. Press a kind to see the passages that hold most of it.</p>
-<div class="tools" hidden><label>Show <select class="order"><option value="passages">passages of \
-eight rounds, the worst first</option><option value="answers">whole answers</option></select></label>
-<label>of <select class="set"><option value="">all prompts</option>{sets}</select></label>
-<span class="soft">Hover or use Tab and the arrow keys to see what drafter and target held likely.</span></div>
-<div class="static"><p class="soft">Scripts are off: these are the worst passages.</p>{static}</div>
-<div class="list"></div><p class="soft"><span class="said" aria-live="polite"></span>
-<button type="button" class="more" hidden>show more</button></p>
-<div class="tip" role="status" hidden></div>
-<script type="application/json">{data}</script>
-<script>{script.replace("TOKEN_VIEW_ID", name)}</script></div>"""
-
-
-def _button(kind: str, text: str) -> str:
-    sample = "" if kind == "parted" else f'<span class="t {kind}">&nbsp;ab&nbsp;</span> '
-    line = '<span class="t parted">&nbsp;ab&nbsp;</span> ' if kind == "parted" else ""
-    return (
-        f'<button type="button" data-kind="{kind}" disabled>{sample}{line}{html.escape(text)}</button>'
+        buttons.append(("parted", "parted", told))
+    css, script = ((_HERE / f"token_view.{s}").read_text(encoding="utf-8") for s in ("css", "js"))
+    return page_template("token_view.html.j2").render(
+        name=name,
+        css=css,
+        js=script.replace("TOKEN_VIEW_ID", name),
+        data=data,
+        static=static,
+        buttons=buttons,
+        sets=sorted({v.set for v in found.views}),
+        passage_rounds=PASSAGE_ROUNDS,
+        answers=f"{len(found.views):,}",
+        left_out=len(found.views) - kept,
     )
