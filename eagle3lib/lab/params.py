@@ -79,7 +79,7 @@ class GenerateParams(PhaseParams):
         False, description="train on answers that max_new_tokens cut off too"
     )
     train_before_loop: bool = Field(
-        False, description="train on what a looping answer says before it loops, with train_on_cut"
+        False, description="train on a looping answer up to its loop, with train_on_cut"
     )
     concurrency: int = Field(16, ge=1, le=1024, description="requests in flight at once")
     timeout_s: float = Field(600.0, gt=0, description="longest wait for one answer, in seconds")

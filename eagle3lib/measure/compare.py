@@ -27,7 +27,8 @@ Statistic = Callable[[np.ndarray], np.ndarray]  # sums [..., columns] -> values 
 Prompt = tuple[int, ...]
 
 
-def _length(s: np.ndarray) -> np.ndarray:
+def acceptance_length(s: np.ndarray) -> np.ndarray:
+    """Of sums whose first columns are rounds and accepted drafts."""
     return 1 + s[..., _ACCEPTED] / s[..., _ROUNDS]
 
 
@@ -45,12 +46,12 @@ def _step(k: int) -> Statistic:
 
 # Name -> what it is of a run's sums, and the columns that must not be zero.
 STATISTICS: dict[str, tuple[Statistic, tuple[int, ...]]] = {
-    "acceptance length": (_length, (_ROUNDS,)),
+    "acceptance length": (acceptance_length, (_ROUNDS,)),
     "tok/s with the drafter": (_speed, (_SECONDS,)),
     "tok/s of the engine alone": (_plain_speed, (_PLAIN_SECONDS,)),
     "speed-up": (lambda s: _speed(s) / _plain_speed(s), (_SECONDS, _PLAIN_TOKENS)),
     "round cost, plain steps": (
-        lambda s: _length(s) * _plain_speed(s) / _speed(s),
+        lambda s: acceptance_length(s) * _plain_speed(s) / _speed(s),
         (_ROUNDS, _SECONDS, _TOKENS, _PLAIN_SECONDS),
     ),
 }
