@@ -87,8 +87,8 @@ class Difference:
     difference: float
     low: float | None
     high: float | None
-    paired: bool
     prompts: tuple[int, int]
+    paired: bool
     reason: str
 
     @property

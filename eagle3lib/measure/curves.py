@@ -68,16 +68,16 @@ def by_context(rows: Sequence[RequestRow]) -> list[Line]:
 
 
 def _placed(rows: Sequence[RequestRow], place: Callable[[RequestRow, int], int]) -> list[Line]:
-    sums: dict[tuple[str, int], dict[str, list[int]]] = defaultdict(dict)
+    sums: dict[tuple[int, str], dict[str, list[int]]] = defaultdict(dict)
     for row in rows:
         for before, accepted in round_places(row):
-            cell = sums[row.set, place(row, before).bit_length() - 1]
+            cell = sums[place(row, before).bit_length() - 1, row.set]
             pair = cell.setdefault(row.prompt, [0, 0])
             pair[0] += 1
             pair[1] += accepted
     return [
         {"set": name, "from": 2**power, "to": 2 ** (power + 1) - 1} | _summed(prompts)
-        for (name, power), prompts in sorted(sums.items())
+        for (power, name), prompts in sorted(sums.items())
     ]
 
 

@@ -11,7 +11,7 @@ from pandas.io.formats.style import Styler
 from plotly.subplots import make_subplots
 
 from eagle3lib.measure.compare import STATISTICS, Difference
-from eagle3lib.report.style import GREY, PARTS, SET_COLOURS, styled
+from eagle3lib.report.style import GREY, LEGEND_BELOW, PARTS, SET_COLOURS, nothing_drawn, styled
 from eagle3lib.report.tables import show
 
 _ROW_PX, _PANEL_PX = 24, 76
@@ -63,7 +63,7 @@ def forest(found: Sequence[Difference]) -> go.Figure:
     comparable, a cross where prompts are too few for an interval."""
     panels = [label for label in STATISTICS if any(d.statistic == label for d in found)]
     if not panels:
-        return styled(go.Figure(), "Nothing to compare: name more runs", "", "")
+        return nothing_drawn("Nothing to compare: name more runs")
     figure = make_subplots(rows=len(panels), subplot_titles=panels, vertical_spacing=0.5 / (
         len(panels) * 2))  # fmt: skip
     for row, label in enumerate(panels, start=1):
@@ -86,7 +86,8 @@ def _points(mine: Sequence[Difference], set_name: str, legend: bool) -> go.Scatt
             else (d.difference, d.difference) for d in mine]  # fmt: skip
     symbols = ["x" if d.low is None else "circle-open" if d.reason else "circle" for d in mine]
     return go.Scatter(
-        x=[d.difference for d in mine],
+        # A difference of rounding alone would get an axis of its own size.
+        x=[round(d.difference, 6) for d in mine],
         y=[f"{d.other}, {set_name}" for d in mine],
         name=set_name,
         legendgroup=set_name,
@@ -137,4 +138,5 @@ def steps_of_runs(lines: list[dict[str, Any]]) -> go.Figure:
             )
     figure.update_yaxes(range=[0, 1], tickformat=".0%").update_xaxes(dtick=1)
     title = "Acceptance per step, 95 % interval over prompts"
-    return styled(figure, title, "draft step", "share of rounds that accepted it")
+    styled(figure, title, "draft step", "share of rounds that accepted it", 440)
+    return figure.update_layout(legend=LEGEND_BELOW)

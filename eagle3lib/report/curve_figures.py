@@ -11,10 +11,20 @@ import plotly.graph_objects as go
 from eagle3lib.diagnose.expected_speed import CostModel, speedup_grid
 from eagle3lib.measure.accounting import Counts
 from eagle3lib.measure.published import PUBLISHED, Published
-from eagle3lib.report.style import GREY, ORANGE, PARTS, PURPLE, SET_COLOURS, styled
+from eagle3lib.report.style import (
+    GREY,
+    LEGEND_BELOW,
+    ORANGE,
+    PARTS,
+    PURPLE,
+    SET_COLOURS,
+    nothing_drawn,
+    styled,
+)
 
 Line = dict[str, Any]
 _TREE_X = "tree"
+_JOINED = "lines+markers"
 
 
 def per_step(lines: Sequence[Line]) -> go.Figure:
@@ -38,9 +48,10 @@ def per_step(lines: Sequence[Line]) -> go.Figure:
 
 
 def length_curve(
-    lines: Sequence[Line], x: Callable[[Line], Any], title: str, label: str
+    lines: Sequence[Line], x: Callable[[Line], str], title: str, label: str, mode: str = _JOINED
 ) -> go.Figure:
-    """Acceptance length with its interval along ``x``; hovering tells prompts and rounds."""
+    """Acceptance length with its interval along ``x``, in the lines' order; hovering tells prompts
+    and rounds. ``mode``: "markers" where places have no order."""
     figure = go.Figure()
     places = list(dict.fromkeys(x(line) for line in lines))
     for number, name in enumerate(dict.fromkeys(line["set"] for line in lines)):
@@ -54,7 +65,8 @@ def length_curve(
             x=[places.index(x(line)) + 0.06 * number for line in mine],
             y=values,
             name=name,
-            mode="lines+markers",
+            mode=mode,
+            marker={"size": 8},
             line={"color": SET_COLOURS.get(name, PURPLE)},
             error_y={
                 "type": "data",
@@ -70,7 +82,10 @@ def length_curve(
             ],
             hovertemplate="%{text}<br>%{y:.3f} tokens a round<extra>%{fullData.name}</extra>",
         )
-    figure.update_xaxes(tickmode="array", tickvals=list(range(len(places))), ticktext=places)
+    figure.update_xaxes(
+        tickmode="array", tickvals=list(range(len(places))), ticktext=places,
+        range=[-0.5, len(places) - 0.4],
+    )  # fmt: skip
     return styled(figure, title, label, "acceptance length, tokens a round")
 
 
@@ -119,7 +134,8 @@ def beside_published(runs: dict[str, Sequence[Line]]) -> go.Figure:
     figure.update_xaxes(tickmode="array", tickvals=[*ticks, most + 1], ticktext=[*ticks, _TREE_X])
     figure.update_yaxes(rangemode="tozero")
     title = "Acceptance length, and what others published"
-    return styled(figure, title, "drafted per round (K)", "tokens a round", 440)
+    styled(figure, title, "drafted per round (K)", "tokens a round", 520)
+    return figure.update_layout(legend=LEGEND_BELOW)
 
 
 def _marks(found: list[Published], tree: bool, symbol: str, tree_x: int) -> go.Scatter:
@@ -164,8 +180,12 @@ def expected_speedups(
     """The surface over K and concurrency, or the curve over K where one concurrency was measured;
     measured points stand on it."""
     if model is None or not counts.per_step:
-        why = "none was measured on five prompts or more" if model is None else "the engine told no steps"
-        return styled(go.Figure(), f"No expected speed-up: {why}", "", "", 160)
+        why = (
+            "none was measured on five prompts or more"
+            if model is None
+            else "the engine told no steps"
+        )
+        return nothing_drawn(f"No expected speed-up: {why}")
     steps = list(range(1, most_steps + 1))
     if model.crowd is None:
         return _curve(model, counts, points, steps)
