@@ -134,10 +134,9 @@ def _summed(prompts: dict[str, list[int]]) -> Line:
 def training_curve(log: Path) -> list[Line]:
     """Held-out acceptance length (simulated) by answer tokens trained on so far, each pass counted
     anew; ``log``: phase 04's log of updates and evaluations."""
-    out, tokens, updates = [], 0, set()
+    out, tokens = [], 0
     for row in read_jsonl(log):
-        if row["kind"] == "train" and row["update"] not in updates:
-            updates.add(row["update"])
+        if row["kind"] == "train":
             tokens += row["tokens"]
         elif row["kind"] == "evaluation":
             out += [
