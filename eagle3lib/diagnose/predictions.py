@@ -207,7 +207,8 @@ def _looked_up(
         other = torch.where(best.indices[:, 0] == wanted, best.values[:, 1], best.values[:, 0])
         out.p.extend(own.exp().tolist())
         out.margin.extend((own - other).tolist())
-        pairs = zip(names(best.indices).tolist(), best.values.exp().tolist(), strict=True)
+        ids = names(best.indices.flatten()).view_as(best.indices)
+        pairs = zip(ids.tolist(), best.values.exp().tolist(), strict=True)
         out.top.extend([list(zip(i, p, strict=True)) for i, p in pairs])
     return out
 
