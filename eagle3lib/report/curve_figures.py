@@ -189,7 +189,7 @@ def expected_speedups(
     steps = list(range(1, most_steps + 1))
     if model.crowd is None:
         return _curve(model, counts, points, steps)
-    loads = [n for n in _doublings(most_concurrency) if n >= 1]
+    loads = sorted({*_doublings(most_concurrency), *(p["concurrency"] for p in points)})
     grid = speedup_grid(model, counts, steps, loads)
     figure = go.Figure(
         go.Heatmap(
@@ -198,14 +198,13 @@ def expected_speedups(
             hovertemplate="K=%{x}, %{y} in flight: %{z:.2f} times<extra>expected</extra>",
         )
     )  # fmt: skip
-    shown = [p for p in points if p["concurrency"] in loads]
     figure.add_scatter(
-        x=[p["num_speculative_tokens"] for p in shown],
-        y=[str(p["concurrency"]) for p in shown],
+        x=[p["num_speculative_tokens"] for p in points],
+        y=[str(p["concurrency"]) for p in points],
         mode="markers",
         name="measured",
         marker={"symbol": "square-open", "size": 34, "color": "#000", "line": {"width": 2}},
-        text=[_measured(p) for p in shown],
+        text=[_measured(p) for p in points],
         hovertemplate="measured, K=%{x}, %{y} in flight: %{text}<extra></extra>",
     )
     figure.update_xaxes(dtick=1).update_yaxes(type="category")

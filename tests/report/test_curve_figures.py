@@ -10,8 +10,10 @@ from eagle3lib.measure.published import PUBLISHED
 from eagle3lib.report import curve_figures as figures
 
 COUNTS = Counts(9, 90, 100, 300, 90, [50, 30, 10])
-LINES = [{"set": "workload", "num_speculative_tokens": k, "rounds": 9, "acceptance_length": 1 + k / 9}
-         for k in (1, 2, 3)]  # fmt: skip
+LINES = [
+    {"set": "workload", "num_speculative_tokens": k, "rounds": 9, "acceptance_length": 1 + k / 9}
+    for k in (1, 2, 3)
+]
 
 
 def point(steps, load):
@@ -52,8 +54,8 @@ def test_every_published_figure_is_a_mark_with_its_source():
 
 def test_intervals_stand_around_their_values_in_the_order_of_the_lines():
     lines = [
-        {"set": "workload", "from": 2**n, "to": 2 ** (n + 1) - 1, "acceptance_length": 1.5, "low": low,
-         "high": high, "prompts": 9, "rounds": 90}
+        {"set": "workload", "from": 2**n, "to": 2 ** (n + 1) - 1, "acceptance_length": 1.5,
+         "low": low, "high": high, "prompts": 9, "rounds": 90}
         for n, low, high in ((1, 1.4, 1.7), (2, None, None))
     ]  # fmt: skip
     (trace,) = figures.length_curve(lines, figures.spans, "t", "x").data
