@@ -284,7 +284,7 @@ def differences(base: ComparedRun, other: ComparedRun, resamples: int = 2000) ->
                 out.append(
                     Difference(label, set_name, base.name, other.name, *found, paired, reason)
                 )
-    return out  # fmt: skip
+    return out
 
 
 def compare(
