@@ -12,7 +12,7 @@ STAMP := $(VENV)/.eagle3-ready
 GPU_LOCK := --python-platform x86_64-manylinux_2_34 --python-version 3.12 --no-annotate --no-header \
   --no-emit-index-url --no-emit-find-links --quiet
 
-.PHONY: help setup setup-vllm-gpu setup-sglang lock-gpu peer prompts demo test lint nb faults lab report lock notebooks conda clean
+.PHONY: help setup setup-vllm-gpu setup-sglang lock-gpu peer prompts demo test lint nb faults lab report lock notebooks docs conda clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -77,7 +77,7 @@ nb: setup ## Run every notebook under nbval with the tiny profile
 
 faults: setup ## Plant every fault of the catalogue into a healthy run and print the table
 	@test -f outputs/faults/06_benchmark_serving/manifest.json || $(BIN)/eagle3 run params/faults.yaml
-	@$(BIN)/python tests/faults/bench.py --table outputs/.faults/table.md
+	@$(BIN)/python tests/faults/bench.py --table docs/fault_bench.md
 
 lab: setup ## Open JupyterLab in this environment, at notebooks/welcome.ipynb
 	@PATH="$(abspath $(BIN)):$$PATH" JUPYTER_PREFER_ENV_PATH=1 \
@@ -88,6 +88,9 @@ report: setup ## Make the report of PROFILE's run again (PROFILE=demo)
 
 notebooks: setup ## Write the notebooks' parameter cells from the parameter models
 	@$(BIN)/eagle3 notebooks
+
+docs: setup ## Write docs/reference from the parameter models and the artefacts' classes
+	@$(BIN)/python -m eagle3lib.report.reference
 
 lock: ## Make requirements/cpu.txt again (needs uv; FIND_LINKS names a folder that holds the torch wheel)
 	uv pip compile pyproject.toml --extra cpu --extra dev --override requirements/overrides.txt \

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from importlib.util import find_spec
 
 import pytest
 import typer
+from doc_commands import ELSEWHERE, MARKS, PAGES, block_commands
 
 from eagle3lib.cli import app
 from eagle3lib.engine.settings import ServeParams
@@ -15,20 +17,19 @@ from eagle3lib.lab.explore import EXPLORERS
 from eagle3lib.lab.machine import ROOT
 from eagle3lib.lab.params import PHASES
 from eagle3lib.lab.profile import load_profile, phase_name
+from eagle3lib.report.reference import FOLDER
+from eagle3lib.report.reference import PAGES as PAGES_WRITTEN
 
-# The lab log tells what was typed once: it is history.
-PAGES = [
-    ROOT / "README.md",
-    *sorted(p for p in (ROOT / "docs").glob("*.md") if p.stem != "lab_log"),
-]
 PARAMETERS = {
     "run": set().union(*(model.model_fields for model in PHASES.values())),
     "plan": set(PHASES["00_plan"].model_fields),
     "serve": set(ServeParams.model_fields),
     "explore": set().union(*(model.model_fields for model in EXPLORERS.values())),
 }
+# Findings of `eagle3 doctor`, which the rules only look at.
+OF_THE_DOCTOR = {"layer-ids-conflict", "tied-reduced-head", "vocab-map"}
 COMMANDS = typer.main.get_command(app).commands
-each_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
 
 
 def code_of(text):
@@ -112,3 +113,49 @@ def test_the_profile_of_the_readme_validates(tmp_path):
     profile = tmp_path / "mine.yaml"
     profile.write_text("\n".join(line[4:] for line in block.split("\n")))
     assert load_profile(str(profile))["04_train_drafter"].steps == 7
+
+
+def test_a_command_in_a_block_is_marked_or_run():
+    """Parsed alone are only those that readers see marked; nothing is of no kind."""
+    commands = [command for page in PAGES for command in block_commands(page)]
+    unknown = [c for c in commands if c.kind == "run" and c.words[0] != "eagle3"]
+    assert not unknown, "mark them [GPU] or [long], or name the test that runs them"
+    assert {"marked", "run", *ELSEWHERE.values()} == {c.kind for c in commands}
+    assert MARKS.search((ROOT / "docs" / "index.md").read_text(encoding="utf-8")), "told to readers"
+
+
+def test_the_tests_that_run_commands_are_there():
+    for test in ELSEWHERE.values():
+        path, _, name = test.partition("::")
+        assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), test
+
+
+def test_the_index_leads_to_every_page():
+    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    pages = {p.relative_to(ROOT / "docs").as_posix() for p in (ROOT / "docs").rglob("*.md")}
+    assert pages - {"index.md"} <= set(re.findall(r"\]\(([^)]+)\)", text))
+
+
+@pytest.mark.parametrize("name", PAGES_WRITTEN)
+def test_the_reference_is_what_the_code_says(name):
+    written = (FOLDER / name).read_text(encoding="utf-8")
+    assert written == PAGES_WRITTEN[name](), "run: make docs"
+
+
+def test_the_catalogue_holds_every_cause_and_no_other():
+    """Codes are the texts in lower case with dashes among the rules, and the bold cells of a page's
+    tables."""
+    rules = ROOT / "eagle3lib" / "diagnose"
+    code = re.compile(r"[a-z]+(?:-[a-z]+)+")
+    texts = {
+        node.value
+        for path in sorted(rules.glob("rules_*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    told = {text for text in texts if code.fullmatch(text)} | {"accounting"}
+    page = (ROOT / "docs" / "diagnosis.md").read_text(encoding="utf-8")
+    cells = re.findall(r"^\| (`[^|]*) \|", page, re.MULTILINE)
+    listed = {name for cell in cells for name in re.findall(r"`([\w-]+)`", cell)}
+    assert listed - told == set(), "no rule names them"
+    assert told - listed - OF_THE_DOCTOR == set(), "not in docs/diagnosis.md"

@@ -119,12 +119,19 @@ def target_server(
         clients = [Client(u, timeout_s=cfg.timeout_s, renderer=renderer) for u in cfg.servers()]
         yield Pool(clients, give_up_s=_OTHERS_GIVE_UP_S)
         return
+    trusted = cfg.trust_remote_code
     engine = EngineConfig(
-        target, cfg.dtype, cfg.max_model_len, max_num_seqs=cfg.concurrency, engine=cfg.engine
+        target,
+        cfg.dtype,
+        cfg.max_model_len,
+        max_num_seqs=cfg.concurrency,
+        engine=cfg.engine,
+        trust_remote_code=trusted,
     )
     engine = with_settings(engine, cfg.engine_settings, "01_generate_data.engine_settings")
     # SGLang's chat API tells no token ids: the prompt is rendered here.
-    renderer = target_renderer(target) if cfg.engine == "sglang" else None
+    needed = cfg.engine == "sglang"
+    renderer = target_renderer(target, trust_remote_code=trusted) if needed else None
     with EngineServer(engine, log=log, say=say) as server:
         client = Client(server.url, timeout_s=cfg.timeout_s, renderer=renderer)
         yield Pool([client], give_up_s=_OWN_GIVE_UP_S)

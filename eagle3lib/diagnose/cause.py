@@ -30,6 +30,7 @@ _PROOF: dict[str, int] = {"shown": 0, "measured": 1, "suspected": 2}
 class Cause(Finding):
     """``question`` is 1 to 7; ``cost`` in tokens a round, None where it can't be told;
     ``experiment`` is what was done, or is to be done, to prove it; ``command`` is to be run next.
+    ``alike``: codes of causes that would leave the very same evidence; the texts name them too.
     """
 
     question: int = 1
@@ -37,6 +38,11 @@ class Cause(Finding):
     cost: float | None = None
     experiment: str = ""
     command: str = ""
+    alike: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> set[str]:
+        return {self.code, *self.alike}
 
 
 def ranked(causes: Iterable[Cause]) -> list[Cause]:

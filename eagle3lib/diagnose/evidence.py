@@ -18,7 +18,14 @@ from torch import Tensor
 from eagle3lib.diagnose.live import neighbours
 from eagle3lib.diagnose.material import Material
 from eagle3lib.diagnose.served import Answered, Setting
-from eagle3lib.diagnose.variants import Outcome, engine_variants, mended_variants, outcomes
+from eagle3lib.diagnose.variants import (
+    Outcome,
+    engine_variants,
+    is_explained,
+    mended_variants,
+    outcomes,
+    wider_variants,
+)
 from eagle3lib.drafter.config import default_slots
 from eagle3lib.drafter.rope import rope_parameters
 from eagle3lib.measure.arms import RequestRow
@@ -35,7 +42,7 @@ class TargetView:
 
     id: str
     set: str
-    prompt_nats: float
+    prompt_nats: float  # of the prompt's middle token: a few rare words are no noise
     answer_nats: float
     entropy: float
     greedy_right: int
@@ -54,6 +61,7 @@ class StoredRow:
     error: float  # its relative error
     stored_error: float  # of "as stored"
     last_fits: str
+    last_error: float
     teacher_stored: float
     teacher_fresh: float
 
@@ -88,6 +96,9 @@ def collect(m: Material, *, every_variant: bool = True) -> Evidence:
         e.engine_table = e.mended_table[:1]
         if every_variant or e.engine_table[0].rounds_equal < e.engine_table[0].rounds:
             e.engine_table = outcomes(base, engine_variants(layers), e.answered, e.mended_table)
+            if not is_explained(e.engine_table):
+                e.engine_table += outcomes(base, wider_variants(layers), e.answered,
+                                           e.engine_table)[1:]  # fmt: skip
     if m.store is not None:
         _scan_store(e)
     return e
@@ -122,7 +133,7 @@ def _view(m: Material, row: RequestRow, tokens: Tensor, last: Tensor) -> TargetV
     return TargetView(
         row.prompt,
         row.set,
-        float(nats[: prompt - 1].mean()) if prompt > 1 else 0.0,
+        float(nats[: prompt - 1].median()) if prompt > 1 else 0.0,
         float(nats[prompt - 1 :].mean()),
         float(-(answer.exp() * answer).sum(-1).mean()),
         int((answer.argmax(-1) == tokens[prompt:]).sum()),
@@ -176,15 +187,17 @@ def _row_problem(row: StateRow) -> str:
     if len(row.slots) != row.entry.tokens or len(row.token_ids) != row.entry.tokens:
         return f"{len(row.slots)} states for {row.entry.tokens} tokens"
     # Last states before the first taught position are not stored: nothing reads them.
-    for name, x in (("slots", row.slots), ("last", row.last[row.entry.first_taught :])):
+    slots = row.slots.unflatten(1, (-1, row.last.shape[1])).unbind(1)
+    named = [(f"slot {i + 1}", x) for i, x in enumerate(slots)]
+    for name, x in (*named, ("last", row.last[row.entry.first_taught :])):
         wide = x.float()
         if not torch.isfinite(wide).all():
-            return f"{name} not finite"
+            return f"{name} is not finite"
         if bool((wide.abs().amax(-1) == 0).any()):
-            return f"{name} all zero at {int((wide.abs().amax(-1) == 0).sum())} positions"
+            return f"{name} is all zero at {int((wide.abs().amax(-1) == 0).sum())} positions"
         stuck = int((wide[1:] == wide[:-1]).all(-1).sum())
         if stuck > 2:
-            return f"{name} do not change over {stuck} positions"
+            return f"{name} does not change over {stuck} positions"
     return ""
 
 
@@ -223,8 +236,9 @@ def _against_fresh(m: Material, row: StateRow, slots: tuple[int, ...]) -> Stored
     misses = {k: _distance(row.last[first:].float(), g[first:]) for k, g in ends.items()}
     agree, count = _teacher(m, row.token_ids, row.last, row.entry)
     again, _ = _teacher(m, row.token_ids, last, row.entry)
+    ending = min(misses, key=lambda k: misses[k])
     return StoredRow(
-        row.entry.id, best, errors[best], errors["as stored"], min(misses, key=lambda k: misses[k]),
+        row.entry.id, best, errors[best], errors["as stored"], ending, misses[ending],
         agree / max(count, 1), again / max(count, 1),
     )  # fmt: skip
 

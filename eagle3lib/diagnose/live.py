@@ -19,7 +19,7 @@ _KEPT_BYTES = 10**9
 
 def neighbours(slots: tuple[int, ...], layers: int) -> tuple[int, ...]:
     """The slots, those beside them, and the default ones: what a wrong reading would take."""
-    wanted = {s + by for s in slots for by in (-1, 0, 1)}
+    wanted = {s + by for s in slots for by in (-2, -1, 0, 1, 2)}
     if layers >= 7:
         wanted |= set(default_slots(layers))
     return tuple(sorted(w for w in wanted if 0 < w <= layers))

@@ -5,13 +5,16 @@ from __future__ import annotations
 from eagle3lib.diagnose.cause import Cause
 from eagle3lib.diagnose.evidence import Evidence
 from eagle3lib.diagnose.served import Setting, drafts_of, rounds_equal
-from eagle3lib.diagnose.variants import Outcome
+from eagle3lib.diagnose.variants import Outcome, is_explained
 
 MANY_ROUNDS = 100
 # Share of rounds that must be equal: all in float32 (878 of 878 with vLLM in one run); in bfloat16
 # near-ties of the drafter's logits are decided by the order of sums.
 AGREE = {"float32": 1.0, "bfloat16": 0.93}
 _FEW = 3  # rounds that differ below which a named fault is a suspicion: one may be a tie
+# Rounds that differ within bfloat16's room from which a fault that explains them is no chance: a
+# tie tips either way, and the fault would have to tip each the engine's way, and no other.
+_NO_TIES = 8
 _WHERE = "06_benchmark_serving"
 _EXPERIMENTS = (
     "prefix cache off; eager mode; tensor parallel 1; float32; a reference drafter; another engine"
@@ -44,20 +47,18 @@ def agrees(e: Evidence) -> bool | None:
 
 
 def engine(e: Evidence) -> list[Cause]:
-    if agrees(e) is not False:
-        return _nothing(e)
+    agreed = agrees(e)
+    nothing = _nothing(e)
+    if agreed is None or nothing:
+        return nothing
     plain = e.engine_table[0]
     variants = sorted(e.engine_table[1:], key=lambda o: -o.rounds_equal)
-    best = variants[0]
-    nothing = _nothing(e)
-    if nothing:
-        return nothing
+    missed, explained = plain.rounds - plain.rounds_equal, is_explained(e.engine_table)
+    if agreed:
+        return [_named(e, plain, variants)] if explained and missed >= _NO_TIES else []
     if drift := _drift(e, plain):
         return [drift]
-    missed = plain.rounds - plain.rounds_equal
-    if best.rounds - best.rounds_equal <= 0.1 * missed:
-        return [_named(e, plain, best, variants)]
-    return [_unnamed(e, plain, best)]
+    return [_named(e, plain, variants) if explained else _unnamed(e, plain, variants[0])]
 
 
 def _lengths(e: Evidence) -> tuple[float, float]:
@@ -65,21 +66,25 @@ def _lengths(e: Evidence) -> tuple[float, float]:
     return 1 + sum(served) / max(len(served), 1), e.engine_table[0].acceptance_length or 1.0
 
 
-def _named(e: Evidence, plain: Outcome, best: Outcome, variants: list[Outcome]) -> Cause:
+def _named(e: Evidence, plain: Outcome, variants: list[Outcome]) -> Cause:
+    """The variants come best first."""
     served, simulated = _lengths(e)
-    alike = [o.label for o in variants[1:] if o.rounds_equal == best.rounds_equal]
-    also = f"; as well as: {', '.join(alike)}" if alike else ""
-    few = plain.rounds - plain.rounds_equal < _FEW
+    best = variants[0]
+    alike = [o for o in variants[1:] if o.rounds_equal == best.rounds_equal]
+    labels = " or ".join(o.label for o in (best, *alike))
+    few = plain.rounds - plain.rounds_equal < _FEW or bool(agrees(e))
     return Cause(
         best.cause, "warning" if few else "error",
-        f"the engine serves the drafter with a fault: {best.label}",
-        f"{best.rounds_equal} of {best.rounds} rounds are those of \"{best.label}\", "
-        f"{plain.rounds_equal} those of the drafter as exported{also}; {served:.2f} served, "
+        f"the engine serves the drafter with a fault: {labels}",
+        f"{best.rounds_equal} of {best.rounds} rounds are those of \"{labels}\", "
+        f"{plain.rounds_equal} those of the drafter as exported; {served:.2f} served, "
         f"{simulated:.2f} simulated",
-        _REMEDY[best.cause], _WHERE, question=2, proof="suspected" if few else "shown",
+        "; ".join(dict.fromkeys(_REMEDY[o.cause] for o in (best, *alike))), _WHERE, question=2,
+        proof="suspected" if few else "shown",
         cost=abs(simulated - served),
         experiment="the simulator with this very fault gives the engine's record, round by round",
         command="eagle3 run PROFILE 06 07",
+        alike=tuple(dict.fromkeys(o.cause for o in alike if o.cause != best.cause)),
     )  # fmt: skip
 
 
@@ -98,33 +103,34 @@ def _unnamed(e: Evidence, plain: Outcome, best: Outcome) -> Cause:
 
 
 def _nothing(e: Evidence) -> list[Cause]:
-    """Exactly 1.00 over many rounds: wiring, whatever the training. Each known fault that would
-    leave nothing either is suspected after it; a record of zeros can't tell them apart."""
+    """Exactly 1.00 over many rounds: wiring, whatever the training. A record of zeros can't tell
+    which of the faults that leave nothing it is, so the finding names them all."""
     record = [n for a in e.answered for n in a.accepted or []]
     if any(record) or len(record) < MANY_ROUNDS:
         return []
     plain = e.engine_table[0] if e.engine_table else None
     simulated = (plain.acceptance_length if plain else None) or 1.0
-    alike = [o for o in e.engine_table[1:] if o.rounds and o.rounds_equal == o.rounds]
-    cause = Cause(
-        "nothing-accepted", "error", f"not one draft was accepted in {len(record)} rounds",
-        "a drafter that always says the commonest token is accepted now and then; the simulator "
-        f"reaches {simulated:.2f}",
-        "this is wiring, not training: vocabulary map, embeddings, layer ids, shapes, and "
-        f"whether drafts are verified at all; {_EXPERIMENTS}",
-        _WHERE, question=2, proof="shown" if simulated > 1.02 else "measured",
-        cost=simulated - 1.0, experiment="the record of every round beside the simulator's",
-        command="eagle3 run PROFILE 06 07",
-    )  # fmt: skip
-    return [cause] + [
+    could = simulated > 1.02
+    alike = [o for o in e.engine_table[1:] if could and o.rounds and o.rounds_equal == o.rounds]
+    labels = ", ".join(f'"{o.label}"' for o in alike)
+    causes = tuple(dict.fromkeys(o.cause for o in alike))
+    return [
         Cause(
-            o.cause, "warning", f"nothing would be accepted either with: {o.label}",
-            f"{o.rounds_equal} of {o.rounds} rounds, as with any fault that leaves nothing",
-            _REMEDY[o.cause], _WHERE, question=2, proof="suspected",
-            experiment=f"to be done: {_EXPERIMENTS}",
+            "nothing-accepted", "error",
+            f"not one draft was accepted in {len(record)} rounds"
+            + (f", as with {labels}, or with drafts that are never verified" if alike else ""),
+            "a drafter that always says the commonest token is accepted now and then; the "
+            f"simulator reaches {simulated:.2f}"
+            + (f"; of the known faults of engines these alone leave nothing: {labels}"
+               if alike else ""),
+            "this is wiring, not training: "
+            + ("; ".join(_REMEDY[code] for code in causes)
+               or "vocabulary map, embeddings, layer ids, shapes")
+            + f"; look whether drafts are verified at all; {_EXPERIMENTS}",
+            _WHERE, question=2, proof="shown" if could else "measured", cost=simulated - 1.0,
+            experiment="the record of every round beside the simulator's, and beside every known "
+            "fault's", command="eagle3 run PROFILE 06 07", alike=causes,
         )
-        for o in alike
-        if simulated > 1.02
     ]  # fmt: skip
 
 

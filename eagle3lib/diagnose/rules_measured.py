@@ -174,8 +174,8 @@ def random_prompts(e: Evidence) -> list[Cause]:
         _cause(
             "random-workload", "error",
             f"{len(wild)} of {len(nats)} benchmark prompts are noise to the target",
-            f"{sum(nats) / len(nats):.1f} nats a prompt token; ids drawn blindly cost about "
-            f"{math.log(e.material.target.vocab_size):.1f}",
+            f"{sum(nats) / len(nats):.1f} nats the middle token of a prompt; ids drawn blindly "
+            f"cost about {math.log(e.material.target.vocab_size):.1f}",
             "random tokens measure no acceptance: benchmark with prompts of the workload",
             proof="shown", experiment="the target's own log-likelihood of each prompt",
         )

@@ -87,18 +87,27 @@ def stored_states(e: Evidence) -> list[Cause]:
 
 
 def last_state(e: Evidence) -> list[Cause]:
-    wrong = [s for s in e.stored if s.last_fits == "already normed"]
-    if not wrong or len(wrong) < len(e.stored) / 2:
+    """The stored last state, which the teacher's head reads, under every hypothesis."""
+    fit = Counter(s.last_fits for s in e.stored if s.last_error < _CLOSE).most_common(1)
+    code, title, remedy = {
+        "already normed": ("last-normed", "the stored last state is already normed",
+                           "store the input of the final norm, or leave the norm out of the "
+                           "teacher"),
+        "one token late": ("states-shifted", "the stored last states lie one token late",
+                           "pair the state after x[i] with token i"),
+        "one token early": ("states-shifted", "the stored last states lie one token early",
+                            "pair the state after x[i] with token i"),
+    }.get(fit[0][0] if fit else "", ("", "", ""))  # fmt: skip
+    if not code:
         return []
-    s = wrong[0]
+    s = next(s for s in e.stored if s.last_fits == fit[0][0])
     return [
         _cause(
-            "last-normed", "error", "the stored last state is already normed",
+            code, "error", title,
             f"the teacher gives {s.teacher_stored:.0%} of the answer tokens, "
             f"{s.teacher_fresh:.0%} from states captured now",
-            "store the input of the final norm, or leave the norm out of the teacher",
-            where=_STATES, proof="shown",
-            experiment="the last state captured now, with and without the final norm",
+            remedy, where=_STATES, proof="shown",
+            experiment="the last state captured now, under each hypothesis",
         )
     ]  # fmt: skip
 

@@ -93,7 +93,7 @@ def engine_variants(layers: int) -> list[Variant]:
         *slot_shifts,
         Variant("engine-layer-ids", "slots in reverse", _reversed_slots),
         Variant("engine-layer-ids", "default slots", _default_slots(layers)),
-        Variant("engine-position", "draft steps one position late", _late),
+        Variant("engine-position", "draft steps one position late", _late(1)),
         Variant("engine-position", "every step one position late", _all_late),
         Variant("engine-position", "draft steps at the base position", _stuck),
         Variant("engine-state-shift", "state of p - 1", lambda s: replace(s, state_shift=1)),
@@ -116,6 +116,34 @@ def engine_variants(layers: int) -> list[Variant]:
         Variant("engine-tensor-parallel", "second rank's half lost", drafter_change(_half_lost)),
         Variant("engine-tensor-parallel", "first rank's half lost", drafter_change(_first_lost)),
     ]  # fmt: skip
+
+
+def wider_variants(layers: int) -> list[Variant]:
+    """Asked when none of ``engine_variants`` explains the record: one slot alone, other orders and
+    other distances."""
+    alone = [
+        Variant("engine-layer-ids", f"slot {at + 1} alone {by:+d}", _slot_by(at, by, layers))
+        for at in range(3) for by in (1, -1)
+    ]  # fmt: skip
+    orders = [(0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1)]
+    return [
+        *alone,
+        *(Variant("engine-layer-ids", f"slots in order {order}", _slot_order(order))
+          for order in orders),
+        *(Variant("engine-layer-ids", f"slots {by:+d}", _slots_by(by, layers)) for by in (2, -2)),
+        *(Variant("engine-position", f"draft steps {by:+d} positions", _late(by))
+          for by in (2, -1, -2)),
+        *(Variant("engine-quantised", f"{name} bits, not fc",
+                  drafter_change(lambda d, n=levels: _round_to(d, n, "midlayer.")))
+          for name, levels in (("four", _INT4), ("eight", _INT8))),
+    ]  # fmt: skip
+
+
+def is_explained(table: Sequence[Outcome]) -> bool:
+    """Whether a variant leaves a tenth of the differing rounds at most; the drafter as exported
+    comes first."""
+    plain, most = table[0], max((o.rounds_equal for o in table[1:]), default=0)
+    return plain.rounds - most <= 0.1 * (plain.rounds - plain.rounds_equal)
 
 
 def mended_variants(layers: int, target_rope: dict[str, Any], embedding: Tensor) -> list[Variant]:
@@ -203,8 +231,29 @@ def _reversed_slots(s: Setting) -> Setting:
     return replace(s, slots=s.slots[::-1])
 
 
-def _late(s: Setting) -> Setting | None:
-    return replace(s, chain=(0, *(1,) * (s.steps - 1))) if s.steps > 1 else None
+def _slot_by(at: int, by: int, layers: int) -> Change:
+    def shifted(s: Setting) -> Setting | None:
+        if at >= len(s.slots) or not 0 < s.slots[at] + by <= layers:
+            return None
+        return replace(s, slots=(*s.slots[:at], s.slots[at] + by, *s.slots[at + 1 :]))
+
+    return shifted
+
+
+def _slot_order(order: tuple[int, ...]) -> Change:
+    def ordered(s: Setting) -> Setting | None:
+        return replace(s, slots=tuple(s.slots[i] for i in order)) if len(s.slots) == 3 else None
+
+    return ordered
+
+
+def _late(by: int) -> Change:
+    """Draft steps after the first turn by ``by`` positions too many."""
+
+    def late(s: Setting) -> Setting | None:
+        return replace(s, chain=(0, *(by,) * (s.steps - 1))) if s.steps > 1 else None
+
+    return late
 
 
 def _all_late(s: Setting) -> Setting:
@@ -323,11 +372,12 @@ def _without_fc_norm(s: Setting) -> Setting | None:
     return replace(s, drafter=altered(s.drafter, change))
 
 
-def _round_to(d: Drafter, levels: int) -> None:
-    """Every matrix of the layer and ``fc`` to 2 x levels + 1 values a row, as weight-only
-    quantisation does."""
+def _round_to(d: Drafter, levels: int, only: str = "") -> None:
+    """Every matrix of the layer and ``fc`` (or whose name starts with ``only``) to 2 x levels + 1
+    values a row, as weight-only quantisation does."""
     for name, parameter in d.named_parameters():
-        if parameter.ndim == 2 and not name.startswith(("embed_tokens", "lm_head")):
+        chosen = name.startswith(only) and not name.startswith(("embed_tokens", "lm_head"))
+        if parameter.ndim == 2 and chosen:
             scale = parameter.abs().amax(-1, keepdim=True).clamp(min=1e-12) / levels
             parameter.copy_((parameter / scale).round() * scale)
 

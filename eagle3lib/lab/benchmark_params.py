@@ -11,7 +11,7 @@ from eagle3lib.lab.phase_params import ENGINE_SETTINGS, Dtype, PhaseParams, numb
 
 class BenchmarkParams(PhaseParams):
     PHASE: ClassVar[str] = "06_benchmark_serving"
-    FREE: ClassVar[tuple[str, ...]] = ("price_per_hour", "lossless_alpha")
+    FREE: ClassVar[tuple[str, ...]] = ("price_per_hour", "lossless_alpha", "trust_remote_code")
     GROWING: ClassVar[tuple[str, ...]] = ("workload_prompts", "general_prompts", "repeats")
     UPSTREAM: ClassVar[tuple[str, ...]] = ("01_generate_data", "05_export_drafter")
 
@@ -23,6 +23,9 @@ class BenchmarkParams(PhaseParams):
     dtype: Dtype = Field("bfloat16", description="bfloat16 or float32, as served")
     max_model_len: int = Field(1024, ge=16, description="longest conversation served, in tokens")
     compile: bool = Field(False, description="let the engine compile its graphs, slow to start")
+    trust_remote_code: bool = Field(
+        False, description="run the Python files of the target's folder; read them before"
+    )
     vllm_settings: str = Field("", description=ENGINE_SETTINGS)
     sglang_settings: str = Field("", description=ENGINE_SETTINGS)
     reference_drafter: str = Field("", description="folder of a known-good drafter, a second arm")

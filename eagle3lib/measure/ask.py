@@ -42,6 +42,7 @@ def engine_config(
         compile=cfg.compile,
         threads=threads,
         engine=cast(Literal["vllm", "sglang"], engine),
+        trust_remote_code=cfg.trust_remote_code,
     )
     name = f"{engine}_settings"
     return with_settings(config, getattr(cfg, name), f"06_benchmark_serving.{name}")
@@ -60,7 +61,8 @@ class Asker:
 
     def __post_init__(self) -> None:
         if self.engine == "sglang":  # its chat API tells no ids
-            self._renderer = target_renderer(self.target)
+            trusted = self.cfg.trust_remote_code
+            self._renderer = target_renderer(self.target, trust_remote_code=trusted)
 
     def ask(
         self,

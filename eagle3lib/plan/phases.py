@@ -116,10 +116,12 @@ def benchmark_bytes(cfg: PlanParams, setting: Setting, sequences: int) -> float:
 
 def train_bytes(cfg: PlanParams, setting: Setting) -> float:
     """Memory of one device that trains the drafter on one conversation of the greatest length:
-    optimizer state, the target's embedding and head, and every step's logits and activations."""
+    optimizer state, the target's embedding and head, and every step's logits and activations.
+    Each process that streams its states holds the whole target."""
     shape, drafter = setting.shape, setting.drafter
     size = quantisation_of(shape).element_bytes
     frozen = (1 if shape.tied else 2) * shape.vocab * shape.hidden * size
+    frozen = setting.weights.total if cfg.storage == "stream" else frozen
     logits = 2 * 4 * min(cfg.draft_vocab_size, shape.vocab)  # fp32 logits and their gradient
     layer = 2 * (12 * shape.hidden + 3 * drafter.mlp_size)
     activations = cfg.max_model_len * cfg.steps * (logits + layer)
@@ -132,10 +134,11 @@ def phases_table(cfg: PlanParams, setting: Setting) -> list[dict[str, Any]]:
     serving = serve_bytes(cfg, setting, cfg.batches()[-1])
     benchmark = benchmark_bytes(cfg, setting, cfg.batches()[-1])
     states = tokens * state_bytes(setting.shape.hidden, cfg.storage, answer_share(cfg))
+    passes = cfg.epochs if cfg.storage == "stream" else 1  # what isn't kept is made again
     checkpoint = 12 * setting.drafter.trained_parameters  # weights and both moments, fp32
     lines = [
         ("generate answers", cfg.answer_tokens, speed["generate"], serving, 8 * tokens),
-        ("capture states", tokens, speed["capture"], serve_bytes(cfg, setting, 1), states),
+        ("capture states", tokens * passes, speed["capture"], serve_bytes(cfg, setting, 1), states),
         ("train the drafter", tokens * cfg.epochs, speed["train"], train_bytes(cfg, setting),
          2 * checkpoint),
         ("serve both arms", 0, 0.0, benchmark, 2 * setting.drafter.trained_parameters),

@@ -61,12 +61,35 @@ def test_one_round_that_differs_is_a_suspicion():
     assert (found.severity, found.proof) == ("warning", "suspected")
 
 
-def test_nothing_accepted_is_wiring_and_lists_what_would_leave_nothing():
-    table = (outcome("", AS_EXPORTED, 120), outcome("engine-map-misread", "offsets as ids", 200))
-    found = engine(evidence(*table, accepted=(0,) * 200))
-    assert [c.code for c in found] == ["nothing-accepted", "engine-map-misread"]
-    assert [c.severity for c in found] == ["error", "warning"]
-    assert "wiring, not training" in found[0].remedy
+def test_a_fault_that_explains_every_round_that_differs_is_suspected_within_bfloat16s_room():
+    table = outcome("", AS_EXPORTED, 190), outcome("engine-quantised", "four bits", 200)
+    (found,) = engine(evidence(*table, dtype="bfloat16"))
+    assert (found.code, found.severity) == ("engine-quantised", "warning")
+    half = outcome("", AS_EXPORTED, 190), outcome("engine-quantised", "four bits", 195)
+    assert engine(evidence(*half, dtype="bfloat16")) == []
+
+
+def test_faults_that_give_the_same_rounds_are_named_together():
+    table = (
+        outcome("", AS_EXPORTED, 150),
+        outcome(SLOTS, "slots +1", 200),
+        outcome(ROPE, "rotary base", 200),
+        outcome("engine-residual", "residual", 180),
+    )
+    (found,) = engine(evidence(*table))
+    assert found.names == {SLOTS, ROPE}
+    assert "slots +1 or rotary base" in found.title and "rope_theta" in found.remedy
+
+
+def test_nothing_accepted_is_wiring_and_names_what_would_leave_nothing():
+    table = (
+        outcome("", AS_EXPORTED, 120),
+        outcome("engine-map-misread", "offsets as ids", 200),
+        outcome(ROPE, "rotary base", 199),
+    )
+    (found,) = engine(evidence(*table, accepted=(0,) * 200))
+    assert found.severity == "error" and found.names == {"nothing-accepted", "engine-map-misread"}
+    assert "wiring, not training" in found.remedy and "offsets as ids" in found.title
 
 
 def test_a_short_record_of_zeros_proves_nothing():

@@ -1,14 +1,17 @@
 """The engine's settings as a phase takes them: one text, the words of ``eagle3 serve``."""
 
+import contextlib
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from eagle3lib.data.phase import target_server
 from eagle3lib.engine.config import EngineConfig
 from eagle3lib.engine.settings import ServeParams, with_settings
 from eagle3lib.lab.errors import UserError
-from eagle3lib.lab.params import BenchmarkParams
+from eagle3lib.lab.params import BenchmarkParams, GenerateParams
 from eagle3lib.measure.ask import engine_config
 
 BASE = EngineConfig(Path("target"), compile=True, extra_flags=("--a",))
@@ -54,3 +57,21 @@ def test_every_setting_of_serve_is_the_servers_the_phases_or_the_engines():
     known = {f.name for f in fields(EngineConfig)}
     server = {"host", "port", "deadline_s", "stall_s", "log"}
     assert set(ServeParams.model_fields) - server <= known
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_a_targets_own_python_files_run_where_the_phase_trusts_them(trusted, monkeypatch):
+    """Kimi's tokenizer is such a file; ``engine_settings`` refuses to say so a second time."""
+    started = []
+
+    @contextlib.contextmanager
+    def server(config, **_):
+        started.append(config)
+        yield SimpleNamespace(url="http://127.0.0.1:1")
+
+    monkeypatch.setattr("eagle3lib.data.phase.EngineServer", server)
+    with target_server(GenerateParams(trust_remote_code=trusted), Path("t"), Path("log")):
+        pass
+    cfg = BenchmarkParams(trust_remote_code=trusted)
+    started.append(engine_config(cfg, Path("t"), "vllm", 3, None))
+    assert [config.trust_remote_code for config in started] == [trusted, trusted]

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+FIRST_FRESH = 73
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -20,8 +22,13 @@ class Fault:
     how: str
 
     @property
-    def unseen(self) -> bool:
-        return int(self.id[1:]) % 2 == 0
+    def part(self) -> str:
+        """ "seen", "unseen" (until the first table was printed), or "fresh": planted after the
+        rules that the first table led to, and reported as it came out."""
+        number = int(self.id[1:])
+        if number >= FIRST_FRESH:
+            return "fresh"
+        return "seen" if number % 2 else "unseen"
 
 
 _TABLE = """
@@ -97,6 +104,20 @@ F69 | data | low-coverage | the draft vocabulary holds half of the answer tokens
 F70 | data | smoke-test | a handful of answers was trained on
 F71 | data | beyond-trained-length | trained on the first tokens of answers, served on long ones
 F72 | data | other-domain | trained on one kind of text, served on another
+F73 | engine | engine-state-shift | the state of the token after is handed over
+F74 | engine | engine-layer-ids | the engine reads the middle slot alone one layer later
+F75 | engine | engine-quantised | the engine rounds attention and MLP to four bits, not fc
+F76 | checkpoint | export-differs | the columns of the export's fc are in another order of slots
+F77 | checkpoint | option-not-trained | the exported config turns norm_before_residual on
+F78 | training | states-broken | the first slot of every state is zeros
+F79 | training | states-layer | stored slots are those of one layer earlier
+F80 | training | mask-shifted | the trained span starts three tokens late
+F81 | measured | unequal-arms | the arms were served by two versions of the engine
+F82 | measured | looping-workload | half of the benchmark's answers repeat a stretch
+F83 | data | off-policy | half of the training answers are another model's
+F84 | engine | engine-position | draft steps sit two positions too late
+F85 | checkpoint | embeddings-not-targets | the export's embeddings are the target's, a row off
+F86 | measured | counters-cumulative | the server was started again: counters lost a part
 """
 FAULTS = [Fault(*(part.strip() for part in line.split("|"))) for line in _TABLE.strip().split("\n")]
 

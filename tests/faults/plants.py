@@ -8,15 +8,20 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from plant import BENCH, EXPORT, Plant
+from plant import BENCH, EXPORT, Inapplicable, Plant
 from plants_training import TRAINING_PLANTS
 
+from eagle3lib.diagnose.served import Setting
+from eagle3lib.diagnose.variants import drafter_change
+from eagle3lib.drafter.model import Drafter
 from eagle3lib.lab.files import read_json
 from eagle3lib.measure.arms import PLAIN, RequestRow
 
 
 def _steps(by: int) -> Callable[[Plant], None]:
-    return lambda p: p.record(change=lambda s: replace(s, steps=s.steps + by))
+    return lambda p: p.record(
+        change=lambda s: replace(s, steps=s.steps + by) if s.steps + by > 0 else None
+    )
 
 
 def _engine(label: str) -> Callable[[Plant], None]:
@@ -32,8 +37,12 @@ def _mean_of_requests(rows: list[RequestRow], _: float) -> float:
     return sum(own) / len(own)
 
 
-def _looping(p: Plant) -> None:
+def _looping(p: Plant, every: int = 1) -> None:
+    chosen = set(list(dict.fromkeys(r.prompt for r in _requests(p)))[::every])
+
     def loop(r: RequestRow) -> RequestRow:
+        if r.prompt not in chosen:
+            return r
         some = r.answer_token_ids[:8]
         return replace(r, answer_token_ids=(some * 9)[: max(len(r.answer_token_ids), 60)])
 
@@ -78,6 +87,40 @@ def _unequal(p: Plant) -> None:
                 servers[arm]["threads"] = 2 * servers[PLAIN]["threads"]
 
     p.json(f"{BENCH}/servers.json", halve)
+
+
+def _two_versions(p: Plant) -> None:
+    def name(servers: dict[str, Any]) -> None:
+        for arm, server in servers.items():
+            server["engine"] = "0.31.0" if arm == PLAIN else "0.32.0"
+
+    p.json(f"{BENCH}/servers.json", name)
+
+
+def _middle_slot(p: Plant) -> None:
+    def later(s: Setting) -> Setting:
+        slots = list(s.slots)
+        slots[len(slots) // 2] += 1
+        return replace(s, slots=tuple(slots))
+
+    p.record(change=later)
+
+
+def _layer_in_four_bits(p: Plant) -> None:
+    def round_layer(d: Drafter) -> None:
+        for name, weight in d.midlayer.named_parameters():
+            if weight.ndim == 2 and "norm" not in name:
+                scale = weight.abs().amax(-1, keepdim=True) / 7
+                weight.copy_((weight / scale).round() * scale)
+
+    p.record(change=drafter_change(round_layer))
+
+
+def _two_late(p: Plant) -> None:
+    def late(s: Setting) -> Setting | None:
+        return replace(s, chain=(0, *[2] * (s.steps - 1))) if s.steps > 1 else None
+
+    p.record(change=late)
 
 
 def _lost_rounds(p: Plant) -> None:
@@ -148,6 +191,15 @@ def _first_rows(p: Plant, t: dict[str, torch.Tensor]) -> None:
     t["lm_head.weight"] = p.head.head[: len(t["d2t"])].to(t["lm_head.weight"].dtype).clone()
 
 
+def _columns_reversed(p: Plant, t: dict[str, torch.Tensor]) -> None:
+    parts = t["fc.weight"].chunk(len(_ids(p)), dim=1)
+    t["fc.weight"] = torch.cat(parts[::-1], dim=1).contiguous()
+
+
+def _rows_off(p: Plant, t: dict[str, torch.Tensor]) -> None:
+    t["embed_tokens.weight"] = p.head.embedding.roll(1, 0).to(t["fc.weight"].dtype).clone()
+
+
 def _norms_of_ones(p: Plant, t: dict[str, torch.Tensor]) -> None:
     for name, value in t.items():
         if "norm" in name:
@@ -162,15 +214,21 @@ def _random_mlp(p: Plant, t: dict[str, torch.Tensor]) -> None:
 
 def _config_then_record(**changes: Any) -> Callable[[Plant], None]:
     def planted(p: Plant) -> None:
+        before = _config(p)
+        if all(before.get(name) == value for name, value in changes.items()):
+            raise Inapplicable(str(changes))
         p.config(**changes)
         p.record()
 
     return planted
 
 
+def _config(p: Plant) -> dict[str, Any]:
+    return read_json(p.folder / EXPORT / "drafter" / "config.json")
+
+
 def _ids(p: Plant) -> list[int]:
-    c = read_json(p.folder / EXPORT / "drafter" / "config.json")
-    return list(c["eagle_aux_hidden_state_layer_ids"])
+    return list(_config(p)["eagle_aux_hidden_state_layer_ids"])
 
 
 def _one_later(p: Plant) -> None:
@@ -190,8 +248,10 @@ def _conflict(p: Plant) -> None:
 
 def _rope(theta: float | None = None, **scaling: Any) -> Callable[[Plant], None]:
     def planted(p: Plant) -> None:
-        c = read_json(p.folder / EXPORT / "drafter" / "config.json")
-        rope = c["rope_parameters"] | scaling | ({"rope_theta": theta} if theta else {})
+        before = _config(p)["rope_parameters"]
+        rope = before | scaling | ({"rope_theta": theta} if theta else {})
+        if rope == before:
+            raise Inapplicable(f"rope_theta is {theta}")
         p.config(rope_parameters=rope, rope_theta=rope["rope_theta"])
         p.record()
 
@@ -253,5 +313,15 @@ PLANTS: dict[str, Callable[[Plant], None]] = {
     "F47": _config_then_record(norm_output=True),
     "F48": _export_then_record(_random_mlp),
     "F49": lambda p: p.cut(p.folder / EXPORT / "drafter" / "model.safetensors"),
+    "F73": lambda p: p.record(change=lambda s: replace(s, state_shift=-1)),
+    "F74": _middle_slot,
+    "F75": _layer_in_four_bits,
+    "F76": _export_then_record(_columns_reversed),
+    "F77": _config_then_record(norm_before_residual=True),
+    "F81": _two_versions,
+    "F82": lambda p: _looping(p, every=2),
+    "F84": _two_late,
+    "F85": _export_then_record(_rows_off),
+    "F86": _counters(0.6),
     **TRAINING_PLANTS,
 }  # fmt: skip

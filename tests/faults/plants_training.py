@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from plant import BENCH, DATA, MAP, STATES, TRAIN, Inapplicable, Plant, StoredAs
 from safetensors.torch import load_file
 
 from eagle3lib.data.rows import AnswerRow, read_answers
-from eagle3lib.data.template import load_chat_template
+from eagle3lib.data.template import load_chat_template, thinking_arguments
 from eagle3lib.drafter.vocab import build_vocab_map, count_tokens
 from eagle3lib.lab.files import write_text
 from eagle3lib.measure.arms import RequestRow, read_requests
 from eagle3lib.target.states import StateEntry, StateStore
+
+_ASKED_AGAIN = 24  # rows: each costs an answer of the target
 
 
 def _requests(p: Plant) -> list[RequestRow]:
@@ -36,10 +39,19 @@ def _stuck(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _slots_later(p: Plant) -> None:
-    """States captured at the outputs of the layers, under the ids of their inputs."""
-    slots = tuple(s + 1 for s in StateStore(p.folder / STATES / "states").slots)
-    p.store(lambda e, ids, x: (e, ids, p.states_of(ids.tolist(), slots)))
+def _slot_of_zeros(x: torch.Tensor) -> torch.Tensor:
+    x[:, 0] = 0
+    return x
+
+
+def _slots_moved(by: int) -> Callable[[Plant], None]:
+    """States captured at other layers than their ids say: 1 is the layers' outputs."""
+
+    def moved(p: Plant) -> None:
+        slots = tuple(s + by for s in StateStore(p.folder / STATES / "states").slots)
+        p.store(lambda e, ids, x: (e, ids, p.states_of(ids.tolist(), slots)))
+
+    return moved
 
 
 def _normed(p: Plant) -> None:
@@ -95,6 +107,12 @@ def _both_weights(p: Plant, change: Callable[[dict[str, torch.Tensor]], None]) -
     p.export(lambda t: t.update({k: v.to(t[k].dtype) for k, v in trained.items() if k in t}))
 
 
+def _one_step(p: Plant) -> None:
+    if p.benchmark()["num_speculative_tokens"] == 1:
+        raise Inapplicable("one step is served")
+    p.json(f"{TRAIN}/inputs.json", lambda i: i | {"params": i["params"] | {"steps": 1}})
+
+
 def _few_answers(p: Plant) -> None:
     kept = {r.id for r in [r for r in read_answers(p.folder / DATA) if r.trained][:4]}
     p.trained(lambda r: r if r.id in kept else None)
@@ -111,41 +129,68 @@ def _few_answers(p: Plant) -> None:
     p.record()
 
 
-def _off_policy(p: Plant) -> None:
-    """Every trained answer is other text: the words of another answer, backwards; its states are
-    those of these tokens."""
-    change: dict[str, list[int]] = {}
+def _off_policy(every: int) -> Callable[[Plant], None]:
+    """Of so many trained answers one is other text: its words backwards, with their states."""
 
-    def other(r: AnswerRow) -> AnswerRow:
-        change[r.id] = r.answer_token_ids[::-1]
-        return replace(r, answer_token_ids=change[r.id])
+    def planted(p: Plant) -> None:
+        ids = [r.id for r in read_answers(p.folder / DATA) if r.trained]
+        other = set(ids[::every])
+        p.trained(
+            lambda r: replace(r, answer_token_ids=r.answer_token_ids[::-1]) if r.id in other else r
+        )
+        _capture_again(p)
 
-    p.trained(other)
-    rows = {r.id: r for r in read_answers(p.folder / DATA)}
+    return planted
+
+
+def _capture_again(p: Plant) -> None:
+    """States and spans of the trained rows as they are now."""
+    rows = {r.id: r for r in read_answers(p.folder / DATA) if r.trained}
     slots = StateStore(p.folder / STATES / "states").slots
 
     def said(e: StateEntry, ids: torch.Tensor, x: torch.Tensor) -> StoredAs | None:
-        if e.id not in change:
+        if e.id not in rows:
             return e, ids, x
-        r = rows[e.id]
-        whole = r.prompt_token_ids + r.answer_token_ids
-        return e, torch.tensor(whole), p.states_of(whole, slots)
+        prompt, answer = rows[e.id].prompt_token_ids, rows[e.id].answer_token_ids
+        made = replace(e, prompt_tokens=len(prompt))
+        return made, torch.tensor(prompt + answer), p.states_of(prompt + answer, slots)
 
     p.store(said)
 
 
+def _asked_otherwise(
+    p: Plant, change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]], think: bool | None,
+    **facts: Any,
+) -> None:  # fmt: skip
+    """The first trained prompts rendered otherwise and answered again; the others are left out."""
+    rows = [r for r in read_answers(p.folder / DATA) if r.trained and r.messages]
+    if not rows:
+        raise Inapplicable("the run's rows have no messages")
+    kept = {r.id for r in rows[:_ASKED_AGAIN]}
+    way = thinking_arguments(think)
+    template = load_chat_template(p.target.folder, p.target.stop_ids(), way)
+
+    def asked(r: AnswerRow) -> AnswerRow | None:
+        if r.id not in kept:
+            return None
+        messages = change(r.messages)
+        ids = template.ids(template.render(messages, prompt=True, tools=r.tools or None))
+        said = p.generate(ids, len(r.answer_token_ids))
+        return replace(r, messages=messages, prompt_token_ids=ids, answer_token_ids=said, **facts)
+
+    p.trained(asked)
+    _capture_again(p)
+    p.keep(lambda e: e["split"] == "heldout" or e["id"] in kept)
+
+
 def _system(p: Plant) -> None:
     said = [{"role": "system", "content": "You answer in rhymes."}]
-    template = load_chat_template(p.target.folder, p.target.stop_ids())
+    _asked_otherwise(p, lambda m: said + [x for x in m if x["role"] != "system"], None)
 
-    def given(r: AnswerRow) -> AnswerRow:
-        messages = said + [m for m in r.messages if m["role"] != "system"]
-        ids = template.ids(template.render(messages, prompt=True))
-        return replace(r, messages=messages, prompt_token_ids=ids)
 
-    p.trained(given)
-    lengths = {r.id: len(r.prompt_token_ids) for r in read_answers(p.folder / DATA)}
-    p.index(lambda e: {"prompt_tokens": lengths[e.id]})
+def _thinking(p: Plant) -> None:
+    facts = {"reasoning_kind": "complete", "sampling": {"thinking": "on"}}
+    _asked_otherwise(p, lambda m: m, True, **facts)
 
 
 def _half_covered(p: Plant) -> None:
@@ -200,7 +245,7 @@ TRAINING_PLANTS: dict[str, Callable[[Plant], None]] = {
     "F50": lambda p: p.states(torch.zeros_like, most=1),
     "F51": lambda p: p.states(lambda x: x.roll(1, 0)),
     "F52": lambda p: p.states(lambda x: x.roll(-1, 0)),
-    "F53": _slots_later,
+    "F53": _slots_moved(1),
     "F54": _normed,
     "F55": _swapped,
     "F56": lambda p: p.states(_stuck, most=1),
@@ -208,24 +253,24 @@ TRAINING_PLANTS: dict[str, Callable[[Plant], None]] = {
     "F58": _prompt_tokens(-1),
     "F59": lambda p: p.index(lambda e: {"prompt_tokens": 1}),
     "F60": lambda p: p.index(lambda e: {"tokens": e.tokens - 1}),
-    "F61": lambda p: p.json(
-        f"{TRAIN}/inputs.json", lambda i: i | {"params": i["params"] | {"steps": 1}}
-    ),
+    "F61": _one_step,
     "F62": _flat_curve,
     "F63": lambda p: p.cut(sorted((p.folder / STATES / "states").glob("*.safetensors"))[0]),
     "F64": lambda p: p.json(
         f"{STATES}/states/index.json", lambda i: i | {"target_fingerprint": "0123456789abcdef"}
     ),
-    "F65": _off_policy,
+    "F65": _off_policy(1),
     "F66": lambda p: p.trained(
         lambda r: replace(r, prompt_token_ids=_other_markers(p, r.prompt_token_ids))
     ),
-    "F67": lambda p: p.trained(
-        lambda r: replace(r, reasoning_kind="complete", sampling=r.sampling | {"thinking": "on"})
-    ),
+    "F67": _thinking,
     "F68": _system,
     "F69": _half_covered,
     "F70": _few_answers,
     "F71": _short_answers,
     "F72": _other_domain,
+    "F78": lambda p: p.states(_slot_of_zeros),
+    "F79": _slots_moved(-1),
+    "F80": _prompt_tokens(3),
+    "F83": _off_policy(2),
 }  # fmt: skip

@@ -9,26 +9,18 @@ from __future__ import annotations
 import re
 
 import pytest
-from bench import Bench, greedy, judged, judged_healthy
+from bench import Bench, judged, judged_healthy
 from catalogue import FAULTS, PAIRS
-from plant import Plant
+from kinds import KINDS
 from plants import PLANTS
-from small import small_run
 
 BY_ID = {f.id: f for f in FAULTS}
 SAMPLE = ("F01", "F15", "F29", "F35", "F51", "F57")
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory, tiny_target, tiny_model):
-    work = tmp_path_factory.mktemp("faults")
-    found = Bench.of(work / "healthy", work, tiny_target, tiny_model, "float32")
-    small_run(found.healthy, tiny_target, tiny_model, found.head, greedy)
-    recorded = Plant(found.healthy, work / "recorded", tiny_target, found.head, found.states_of,
-                     found.generate)  # fmt: skip
-    recorded.record()
-    recorded.folder.replace(work / "whole")
-    return Bench(work / "whole", work, tiny_target, found.head, found.states_of, found.generate)
+def bench(tmp_path_factory):
+    return Bench.small(tmp_path_factory.mktemp("faults"), KINDS[0])
 
 
 def test_the_catalogue_is_whole():
@@ -37,7 +29,9 @@ def test_the_catalogue_is_whole():
     assert len(FAULTS) >= 40 and len(PAIRS) >= 8
     assert PLANTS.keys() == BY_ID.keys()
     assert {f.section for f in FAULTS} == {"measured", "engine", "checkpoint", "training", "data"}
-    assert sum(f.unseen for f in FAULTS) == len(FAULTS) // 2
+    parts = [f.part for f in FAULTS]
+    assert parts.count("seen") == parts.count("unseen") and parts.count("fresh") >= 8
+    assert len(KINDS) == len({k.name for k in KINDS}) >= 20
     assert all(a in BY_ID and b in BY_ID and BY_ID[a].cause != BY_ID[b].cause for a, b in PAIRS)
     assert all(re.fullmatch(r"[a-z0-9-]+", f.cause) for f in FAULTS)
 

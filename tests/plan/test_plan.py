@@ -73,6 +73,18 @@ def test_every_public_shape_plans_to_plain_json(raw):
     assert plan_text(plan).startswith("answer\n  does it fit")
 
 
+def test_streamed_states_cost_a_pass_of_the_target_each_epoch_and_its_weights_in_training():
+    stored, streamed = (
+        planned(LLAMA_8B, gpu="h100", epochs=5, storage=name) for name in ("bf16", "stream")
+    )
+    kept, made = (plan.numbers["phases"][1] for plan in (stored, streamed))
+    assert made["tokens"] == 5 * kept["tokens"]
+    assert made["disk_bytes"] == 0
+    more = [plan.numbers["phases"][2]["memory_bytes"] for plan in (streamed, stored)]
+    ends = 2 * 2 * 128_256 * 4096  # embedding and head, which both hold
+    assert more[0] - more[1] == streamed.numbers["target"]["weight_bytes"] - ends
+
+
 def test_a_full_disk_is_refused_and_the_named_number_of_tokens_fits():
     small = MACHINE | {"disk_free_bytes": 2 * 10**9}
     plan = planned(QWEN3_8B, small, gpu="h200", answer_tokens=200_000, draft_vocab_size=512)
