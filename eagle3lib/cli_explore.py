@@ -24,4 +24,5 @@ def explore(
     from eagle3lib.report.explore import run_explorer
 
     values = read_values(words or []) | {"run": run}
-    print(run_explorer(explorer(name).checked(values, "the command line")))
+    told = dict.fromkeys(values, "the command line")
+    print(run_explorer(explorer(name).checked(values, "the command line").told(told)))

@@ -44,6 +44,7 @@ ELSEWHERE = {
     "eagle3 serve": "tests/engine/test_servers.py::test_serve_ps_and_stop_from_the_command_line",
     "eagle3 stop": "tests/engine/test_servers.py::test_serve_ps_and_stop_from_the_command_line",
     "eagle3 watch": "tests/measure/test_live.py::test_watch_exits_with_an_alarm_on_drift",
+    "eagle3 explore": "tests/notebooks/test_explorers.py::test_an_explorer_makes_its_page",
 }
 _RUNS_HERE = ("eagle3 serve --settings",)
 

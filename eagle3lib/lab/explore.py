@@ -50,9 +50,35 @@ class AcceptanceCurvesParams(NotebookParams):
     )
 
 
+class DrafterPredictionsParams(NotebookParams):
+    PHASE: ClassVar[str] = "explore/drafter_predictions"
+
+    source: Literal["served", "heldout", "train"] = Field(
+        "served", description="served (the benchmark's answers), heldout or train (phase 01's)"
+    )
+    answers: int = Field(100, ge=0, description="most answers that are viewed, 0 for all")
+    page_megabytes: float = Field(
+        12.0, gt=0, description="most data in the page, answers beyond it are counted, not drawn"
+    )
+
+
+class CompareRunsParams(NotebookParams):
+    PHASE: ClassVar[str] = "explore/compare_runs"
+
+    runs: str = Field(
+        "", description="runs that are compared with the first one, run, parted by commas"
+    )
+    resamples: int = Field(2000, ge=200, description="draws of the bootstrap over prompts")
+
+
 EXPLORERS: dict[str, type[NotebookParams]] = {
     model.PHASE.removeprefix("explore/"): model
-    for model in (HiddenStatesParams, AcceptanceCurvesParams)
+    for model in (
+        HiddenStatesParams,
+        AcceptanceCurvesParams,
+        DrafterPredictionsParams,
+        CompareRunsParams,
+    )
 }
 
 

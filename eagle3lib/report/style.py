@@ -12,6 +12,8 @@ SKY, VERMILION, PALE, YELLOW = "#56B4E9", "#D55E00", "#c9c9c9", "#F0E442"
 ENGINE, SIMULATOR, BASELINE, PLAIN_ARM = BLUE, ORANGE, GREY, GREY
 PARTS = (BLUE, PALE, GREEN, ORANGE, PURPLE, SKY, VERMILION, YELLOW)
 SET_COLOURS = {"workload": BLUE, "general": GREEN}
+# For many names: below the figure there is room for them.
+LEGEND_BELOW = {"y": -0.2, "yanchor": "top", "x": 0, "xanchor": "left"}
 LEAST_LABELLED = 0.04  # share below which a part has no room for its number
 
 
@@ -27,3 +29,9 @@ def styled(figure: go.Figure, title: str, x: str, y: str, height: int = 380) -> 
     figure.update_xaxes(title=x)
     # Of figures side by side the first column names what all of them share.
     return figure.update_yaxes(title=y, col=1) if figure._grid_ref else figure.update_yaxes(title=y)
+
+
+def nothing_drawn(why: str) -> go.Figure:
+    """A figure that says why there is none."""
+    figure = styled(go.Figure(), why, "", "", 90)
+    return figure.update_xaxes(visible=False).update_yaxes(visible=False)

@@ -10,7 +10,6 @@ from pandas.io.formats.style import Styler
 
 from eagle3lib.data.rows import AnswerRow
 from eagle3lib.lab.finding import Finding, by_severity
-from eagle3lib.lab.phase_params import NotebookParams
 from eagle3lib.target.states import StateStore
 
 _EXCERPT_CHARS = 240
@@ -43,17 +42,6 @@ def _shown(value: Any) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def parameters_table(cfg: NotebookParams) -> Styler:
-    """Every parameter with its value, where that came from, and its help."""
-    lines = []
-    for name, field in type(cfg).model_fields.items():
-        value = getattr(cfg, name)
-        origin = "default" if value == field.default else f"set; default {field.default!r}"
-        line = {"parameter": name, "value": str(value), "from": origin}
-        lines.append(line | {"what it is": field.description})
-    return show(pd.DataFrame(lines))
 
 
 def findings_table(findings: Iterable[Finding]) -> Styler:

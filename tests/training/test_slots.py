@@ -1,0 +1,45 @@
+"""Which slots count: accepted drafts at every position, and slots by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from eagle3lib.drafter.simulate import simulate
+from eagle3lib.lab.errors import UserError
+from eagle3lib.target.states import StateStore
+from eagle3lib.training import data
+from eagle3lib.training import slots as reading
+
+
+@pytest.fixture(scope="module")
+def items(tiny_states):
+    store = StateStore(tiny_states)
+    return data.conversations(store, store.entries[:4])
+
+
+def test_rounds_that_begin_anywhere_hold_those_of_the_simulator(items, random_drafter):
+    drafter = random_drafter()
+    for item, replay in zip(items, simulate(drafter, items, 3), strict=True):
+        from_each = reading.accepted_from(drafter, item, 3)
+        at = item.prompt_tokens - 1
+        for accepted in replay.accepted[:-1]:  # the last one may be cut by the end
+            assert from_each[at] == accepted
+            at += accepted + 1
+
+
+def test_a_slot_that_the_drafter_does_not_read_can_go(items, random_drafter):
+    drafter = random_drafter()
+    with torch.no_grad():
+        drafter.fc.weight[:, :64] = 0
+    counts = {line.pop("slots"): line for line in reading.knock_out(drafter, items, (2, 5, 7), 3)}
+    assert len(counts) == 7  # as trained, without each, with each alone
+    assert counts["without 2"] == counts["as trained"]
+
+
+def test_slots_by_name():
+    assert reading.named_slots("1-4-8, first,last", 10)[0] == (1, 4, 8)
+    chosen = reading.named_slots("first,default,last", 30)
+    assert [len(s) for s in chosen] == [3, 3, 3] and len(set(chosen)) == 3
+    with pytest.raises(UserError):
+        reading.named_slots("1-4-99", 10)
