@@ -200,7 +200,7 @@ def _offline_pairs(
 def _served_pairs(run: str, target: str, old: Path, new: Path) -> list[Any]:
     from eagle3lib.lab.files import read_json
     from eagle3lib.lab.phase_params import resolve
-    from eagle3lib.lab.run import run_folder
+    from eagle3lib.lab.run import outdated_by, run_folder
     from eagle3lib.measure.arms import OWN, REFERENCE, read_requests
     from eagle3lib.measure.replace import served_pairs
     from eagle3lib.target.folder import open_target
@@ -232,6 +232,12 @@ def _served_pairs(run: str, target: str, old: Path, new: Path) -> list[Any]:
             expected=f"OLD {asked} (reference_drafter) and NEW {own}",
             where=phase,
             next=f"eagle3 run {run} 06 reference_drafter={old}",
+        )
+    if again := outdated_by(phase.parent, phase.name):
+        raise UserError(
+            f"made again since the benchmark served it: {', '.join(again)}",
+            where=phase,
+            next=f"eagle3 run {run} 06",
         )
     steps = read_json(phase / "metrics.json")["num_speculative_tokens"]
     return served_pairs(read_requests(phase), REFERENCE, OWN, steps)

@@ -117,3 +117,14 @@ def test_a_benchmark_of_something_else_decides_nothing(gate, tmp_path, changes, 
 def test_served_the_order_of_old_and_new_matters(gate, tmp_path):
     error = gate(gate.own, tmp_path).exception
     assert isinstance(error, UserError) and "did not serve these two" in str(error)
+
+
+def test_a_drafter_that_was_made_again_is_not_the_one_that_was_served(gate, tmp_path):
+    served = {"inputs": {"upstream": {"05_export_drafter": "1"}}}
+    write_json(gate.phase / "manifest.json", served)
+    export = {"fingerprint": "1", "inputs": {"upstream": {}}}
+    write_json(gate.own.parent / "manifest.json", export)
+    assert gate(tmp_path, gate.own).exit_code == 0
+    write_json(gate.own.parent / "manifest.json", export | {"fingerprint": "2"})
+    error = gate(tmp_path, gate.own).exception
+    assert isinstance(error, UserError) and "05_export_drafter" in str(error)
