@@ -144,8 +144,10 @@ def gate(
         bool,
         typer.Option(help="compare what the run's benchmark served: reference OLD, own NEW"),
     ] = False,
-    num_speculative_tokens: Annotated[int, typer.Option(min=1, max=16, help="K")] = 3,
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32, as served")] = "bfloat16",
+    num_speculative_tokens: Annotated[
+        int, typer.Option(min=1, max=16, help="K; served: the run's")
+    ] = 3,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32; served: the run's")] = "bfloat16",
     allowed_loss: Annotated[
         float, typer.Option(min=0, help="tokens a round that the new one may be worse by")
     ] = 0.0,
@@ -159,7 +161,7 @@ def gate(
     from eagle3lib.measure.replace import REPLACE, decide
 
     if served:
-        pairs = _served_pairs(run, old, new)
+        pairs = _served_pairs(run, target, old, new)
     else:
         pairs = _offline_pairs(run, target, old, new, num_speculative_tokens, dtype, prompts)
     result = decide(pairs, allowed_loss=allowed_loss)
@@ -195,18 +197,34 @@ def _offline_pairs(
     return offline_pairs(rows, opened, old, new, dtype=dtype, steps=steps)
 
 
-def _served_pairs(run: str, old: Path, new: Path) -> list[Any]:
+def _served_pairs(run: str, target: str, old: Path, new: Path) -> list[Any]:
     from eagle3lib.lab.files import read_json
     from eagle3lib.lab.phase_params import resolve
-    from eagle3lib.lab.run import run_folder
+    from eagle3lib.lab.run import outdated_by, run_folder
     from eagle3lib.measure.arms import OWN, REFERENCE, read_requests
     from eagle3lib.measure.replace import served_pairs
+    from eagle3lib.target.folder import open_target
 
     phase = run_folder(run) / "06_benchmark_serving"
     if not (phase / "metrics.json").exists():
         raise UserError(f"run {run!r} has no benchmark", where=phase, next=f"eagle3 run {run} 06")
-    params = read_json(phase / "inputs.json")["params"]
-    asked = resolve(params.get("reference_drafter") or "/nothing")
+    inputs, opened = read_json(phase / "inputs.json"), open_target(target)
+    if inputs["target"] != opened.fingerprint:
+        raise UserError(
+            f"the run's benchmark served another target ({inputs['target']})",
+            expected=f"{target} ({opened.fingerprint})",
+            where=phase,
+            next="--run NAME of a run of this target, or --target of this run",
+        )
+    reference = inputs["params"].get("reference_drafter")
+    if not reference:
+        raise UserError(
+            "the run's benchmark had no reference drafter, so nothing to compare NEW with",
+            expected=f"OLD {old} as its reference",
+            where=phase,
+            next=f"eagle3 run {run} 06 reference_drafter={old}",
+        )
+    asked = resolve(reference)
     own = run_folder(run) / "05_export_drafter" / "drafter"
     if asked.resolve() != old.resolve() or own.resolve() != new.resolve():
         raise UserError(
@@ -214,6 +232,12 @@ def _served_pairs(run: str, old: Path, new: Path) -> list[Any]:
             expected=f"OLD {asked} (reference_drafter) and NEW {own}",
             where=phase,
             next=f"eagle3 run {run} 06 reference_drafter={old}",
+        )
+    if again := outdated_by(phase.parent, phase.name):
+        raise UserError(
+            f"made again since the benchmark served it: {', '.join(again)}",
+            where=phase,
+            next=f"eagle3 run {run} 06",
         )
     steps = read_json(phase / "metrics.json")["num_speculative_tokens"]
     return served_pairs(read_requests(phase), REFERENCE, OWN, steps)

@@ -14,6 +14,7 @@ from eagle3lib.lab.finding import Finding, by_severity, raise_errors
 from eagle3lib.target.smollm2 import NAME
 
 if TYPE_CHECKING:
+    from eagle3lib.engine.config import EngineConfig
     from eagle3lib.engine.launch import EngineServer
 
 _LOOK_EVERY_S = 30.0
@@ -29,7 +30,9 @@ def serve(
     fallback: Annotated[
         bool, typer.Option("--fallback", help="after a failed start try what its class suggests")
     ] = False,
-    preflight: Annotated[bool, typer.Option(help="look before weights load")] = True,
+    preflight: Annotated[
+        bool, typer.Option(help="look before weights load, at the drafter too")
+    ] = True,
     api_key: Annotated[
         str, typer.Option(envvar="EAGLE3_API_KEY", help="needed beyond loopback")
     ] = "",
@@ -57,6 +60,8 @@ def serve(
     if preflight:
         _show(findings := check_preflight(config, params.port, params.host, log=log))
         raise_errors(findings)
+        _show(findings := _check_drafter(config))
+        raise_errors(findings)
     server = EngineServer(
         config,
         log,
@@ -76,6 +81,23 @@ def _folder(target: str) -> Path:
     from eagle3lib.target.folder import open_target
 
     return open_target(target).folder
+
+
+def _check_drafter(config: EngineConfig) -> list[Finding]:
+    """What the doctor finds in the drafter for this engine, whose own code it asks."""
+    from eagle3lib.drafter.doctor import examine
+    from eagle3lib.target.folder import open_target
+
+    if config.drafter is None:
+        return []
+    target, engine = open_target(str(config.target)), config.engine
+    found = examine(config.drafter, target, engine, max_model_len=config.max_model_len)
+    if found.failed:
+        print(
+            f"the drafter would be misread; --no-preflight serves it all the same, and more says: "
+            f"eagle3 doctor {config.drafter} --target {config.target} --engine {engine}"
+        )
+    return found.findings
 
 
 def _run(server: EngineServer) -> None:

@@ -22,6 +22,7 @@ from eagle3lib.drafter.formats import READERS, RULES_READ_IN, LayerReading, Read
 from eagle3lib.drafter.read_config import flat_config, read_drafter_config
 from eagle3lib.drafter.vocab import VocabMap
 from eagle3lib.drafter.weights import read_weights, stored_names
+from eagle3lib.engine.config import Engine
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import read_json
 from eagle3lib.lab.finding import Finding, by_severity
@@ -29,7 +30,7 @@ from eagle3lib.target.folder import Target
 from eagle3lib.target.model import TargetHead
 
 EngineChoice = Literal["vllm", "sglang", "all"]
-Ask = Callable[[str, Path, Path], Answer]
+Ask = Callable[[Engine, Path, Path], Answer]
 _EMBEDDING = "embed_tokens.weight"
 
 
@@ -83,7 +84,7 @@ def examine(
 ) -> Diagnosis:
     """Examine a drafter's folder for a target. ``ask`` None takes the rules alone; ``text`` is a
     file to count coverage on. Raises ``UserError`` for a folder without a readable config.json."""
-    engines = list(READERS) if engine == "all" else [engine]
+    engines: list[Engine] = list(READERS) if engine == "all" else [engine]
     raw = read_json(folder / "config.json")
     where = str(folder / "config.json")
     findings: list[Finding] = []

@@ -17,10 +17,11 @@ from typing import Any, Literal
 
 from eagle3lib.drafter.config import DrafterConfig, before_layer_ids, output_layer_ids
 from eagle3lib.drafter.read_config import flat_config, is_speculators
+from eagle3lib.engine.config import Engine
 from eagle3lib.lab.errors import UserError
 
 Reader = Literal["vllm-v1", "vllm-v2", "sglang"]
-READERS: dict[str, tuple[Reader, ...]] = {"vllm": ("vllm-v1", "vllm-v2"), "sglang": ("sglang",)}
+READERS: dict[Engine, tuple[Reader, ...]] = {"vllm": ("vllm-v1", "vllm-v2"), "sglang": ("sglang",)}
 RULES_READ_IN = {"vllm": "0.32, 0.33", "sglang": "0.5.23"}
 IDS = "eagle_aux_hidden_state_layer_ids"
 

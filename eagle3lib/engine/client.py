@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import threading
 import time
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -25,6 +24,7 @@ from openai.types.chat import ChatCompletion
 from prometheus_client.parser import text_string_to_metric_families
 
 from eagle3lib.engine import native
+from eagle3lib.engine.access import REFUSED, api_key, open_url, refusal
 from eagle3lib.engine.records import RoundCounts, told_counts
 from eagle3lib.engine.vllm import SERVED_NAME
 from eagle3lib.lab.errors import UserError
@@ -121,22 +121,32 @@ class Client:
         self._native_lock = threading.Lock()
         self._tells_ids = False
         self._openai = openai.OpenAI(
-            base_url=f"{self.url}/v1", api_key="none", timeout=timeout_s, max_retries=retries
+            base_url=f"{self.url}/v1",
+            api_key=api_key() or "none",  # the client wants one, a server without a key does not
+            timeout=timeout_s,
+            max_retries=retries,
         )
 
     def model(self) -> str:
         """Name of the served model; a server that can't be reached is a ``UserError``."""
         try:
             served = [m.id for m in self._openai.models.list()]
+        except openai.APIStatusError as error:
+            if error.status_code in REFUSED:
+                raise refusal(self.url, error.status_code) from None
+            raise self._unreachable(error) from None
         except openai.OpenAIError as error:
-            raise UserError(
-                f"no server answers at {self.url}: {error}",
-                expected="an OpenAI-compatible server",
-                next="check the address, or leave parameter 'server' empty to start one",
-            ) from None
+            raise self._unreachable(error) from None
         if not served:
             raise UserError(f"the server at {self.url} serves no model")
         return _served_name(served)
+
+    def _unreachable(self, error: openai.OpenAIError) -> UserError:
+        return UserError(
+            f"no server answers at {self.url}: {error}",
+            expected="an OpenAI-compatible server",
+            next="check the address, or leave parameter 'server' empty to start one",
+        )
 
     def probe(self, timeout_s: float = 10.0) -> str:
         """Name of the served model, asked once and shortly. Raises ``openai.OpenAIError``."""
@@ -147,9 +157,9 @@ class Client:
         """The engine's version as vLLM (``0.32.0``) and SGLang (``sglang 0.5.6``) tell it, ""
         where nothing tells it."""
         try:
-            with urllib.request.urlopen(f"{self.url}/version", timeout=10) as answer:
+            with open_url(f"{self.url}/version", 10) as answer:
                 told = json.load(answer)
-        except (OSError, ValueError):  # no such page, or one for people: the version is a courtesy
+        except (OSError, ValueError):  # no such page, one for people, or a key: a courtesy
             told = {}
         if isinstance(told, dict) and told.get("version"):
             return str(told["version"])
@@ -308,7 +318,7 @@ class Client:
         Keys ``drafts``, ``draft_tokens``, ``accepted_tokens`` and ``accepted_at_N`` (N from 0).
         They only grow: take differences.
         """
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
+        with open_url(f"{self.url}/metrics", 30) as answer:
             text = answer.read().decode("utf-8")
         return parse_speculation_counters(text)
 

@@ -17,7 +17,7 @@ from eagle3lib.lab.finding import Finding
 
 Engine = Literal["vllm", "sglang"]
 SERVED_NAME = "target"
-PYTHON_VARIABLE: dict[str, str] = {
+PYTHON_VARIABLE: dict[Engine, str] = {
     "vllm": "EAGLE3_VLLM_PYTHON",
     "sglang": "EAGLE3_SGLANG_PYTHON",
 }

@@ -6,12 +6,11 @@ import http.client
 import json
 import time
 import urllib.error
-import urllib.request
 from dataclasses import dataclass, field
-from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from eagle3lib.engine.access import KeyRefused, open_url
 from eagle3lib.lab.finding import Finding
 
 CANARY_S = 120.0
@@ -22,9 +21,9 @@ _RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs")
 def healthy(url: str, timeout_s: float = 2.0) -> bool:
     """Whether /health says 200. That is not yet a server that makes tokens."""
     try:
-        with _open(f"{url}/health", timeout_s) as answer:
+        with open_url(f"{url}/health", timeout_s) as answer:
             return bool(answer.status == 200)
-    except (OSError, http.client.HTTPException):
+    except (OSError, http.client.HTTPException, KeyRefused):
         return False
 
 
@@ -35,9 +34,11 @@ def canary(url: str, model: str, api_key: str = "", timeout_s: float = CANARY_S)
     """
     asked = {"model": model, "prompt": "One, two,", "max_tokens": 4, "temperature": 0}
     try:
-        with _open(f"{url}/v1/completions", timeout_s, api_key, asked) as answer:
+        with open_url(f"{url}/v1/completions", timeout_s, asked, api_key) as answer:
             told = json.load(answer)
         made = int(told["usage"]["completion_tokens"])
+    except KeyRefused as error:
+        return error.found
     except TimeoutError:
         return f"no token in {timeout_s:.0f} s"
     except urllib.error.HTTPError as error:
@@ -113,10 +114,10 @@ class LoadWatch:
 def counters(url: str) -> dict[str, float] | None:
     """``tokens`` made so far and requests ``running``, summed over engines; None: not told."""
     try:
-        with _open(f"{url}/metrics", 10.0) as answer:
+        with open_url(f"{url}/metrics", 10.0) as answer:
             text = answer.read().decode("utf-8", errors="replace")
         samples = [s for f in text_string_to_metric_families(text) for s in f.samples]
-    except (OSError, http.client.HTTPException, ValueError):
+    except (OSError, http.client.HTTPException, ValueError, KeyRefused):
         return None
     if not any(s.name in _TOKENS for s in samples):
         return None
@@ -124,11 +125,3 @@ def counters(url: str) -> dict[str, float] | None:
         "tokens": sum(s.value for s in samples if s.name in _TOKENS),
         "running": sum(s.value for s in samples if s.name in _RUNNING),
     }
-
-
-def _open(url: str, timeout_s: float, api_key: str = "", body: Any = None) -> Any:
-    headers = {"Content-Type": "application/json"} if body is not None else {}
-    headers |= {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data=data, headers=headers)
-    return urllib.request.urlopen(request, timeout=timeout_s)

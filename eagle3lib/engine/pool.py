@@ -20,13 +20,14 @@ from typing import Any
 
 import openai
 
+from eagle3lib.engine.access import REFUSED, KeyRefused, refusal
 from eagle3lib.engine.client import Answer, BadReply, Client, Message, NotExact
 from eagle3lib.lab.errors import UserError
 
 # The server understood the request and will not have it: too long for its context, most often.
 _REFUSED = (400, 413, 422)
 # Nothing that waiting or another prompt would mend: key, permission, path or model name.
-_MISCONFIGURED = (401, 403, 404)
+_MISCONFIGURED = (*REFUSED, 404)
 EMPTY_ANSWER = "empty answer"  # no token at all, not even the one that stops
 
 
@@ -110,6 +111,8 @@ class Pool:
         for server in self._servers:
             try:
                 server.model = server.client.model()
+            except KeyRefused:  # nothing that waiting would mend
+                raise
             except UserError as error:
                 self._failed(server, error.found)
             else:
@@ -176,9 +179,11 @@ class Pool:
             raise RequestRefused(short(error)) from None
         if status in _MISCONFIGURED:
             self._give(server, alive=False)
+            if status in REFUSED:
+                raise refusal(server.url, status) from None
             raise UserError(
                 f"the server at {server.url} refuses to be asked: {short(error)}",
-                expected="a chat endpoint at /v1 that needs no key",
+                expected="a chat endpoint at /v1",
                 next="check the address and the name that it serves",
             ) from None
         with self._changed:

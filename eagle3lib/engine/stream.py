@@ -11,12 +11,12 @@ import http.client
 import json
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from eagle3lib.engine import native
+from eagle3lib.engine.access import open_url
 from eagle3lib.engine.client import Answer, Asked, BadReply, Renderer, RoundRecord
 from eagle3lib.engine.records import RoundCounts, sglang_counts, vllm_counts
 from eagle3lib.engine.vllm import SERVED_NAME
@@ -152,10 +152,8 @@ def _check_count(url: str, counted: int | None, ids: list[int]) -> None:
 
 def _events(url: str, body: dict[str, Any], timeout_s: float) -> Iterator[dict[str, Any]]:
     """The JSON of each server-sent event. Raises ``BadReply`` for what is no such stream."""
-    headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(url, data=json.dumps(body).encode(), headers=headers)
     try:
-        with urllib.request.urlopen(request, timeout=timeout_s) as reply:
+        with open_url(url, timeout_s, body) as reply:
             for raw in reply:
                 line = raw.decode("utf-8", errors="replace")
                 text = line.removeprefix(_DATA).strip()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import hashlib
 import json
 import os
@@ -17,6 +19,7 @@ from eagle3lib.lab.errors import UserError
 # of GB of hidden states would cost more than reading them once for training.
 _WHOLE_HASH_BYTES = 256 * 2**20
 _EDGE_BYTES = 2**20
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux's fcntl.h and fs.h
 
 
 def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
@@ -77,24 +80,42 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def replace_folder(path: Path, build: Callable[[Path], None]) -> Path:
-    """Build a folder under a temporary name beside ``path``, then put it there in one rename.
+    """Build a folder under a temporary name beside ``path``, then put it there in one step.
 
-    The old folder is deleted under another name: a kill half-way leaves no half folder at ``path``.
+    An old folder is exchanged with the new one, so that a reader always finds one of the two, and
+    deleted under the temporary name: a kill half-way leaves no half folder at ``path``. Where the
+    system can't exchange (not Linux, some network file systems) ``path`` is missing for an instant.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    old = temporary.with_name(f"{temporary.name}.old")
     try:
         build(temporary)
         temporary.chmod(0o755)
-        old = temporary.with_name(f"{temporary.name}.old")
-        if path.exists():
+        if path.exists() and not _exchanged(temporary, path):
             path.rename(old)
-        temporary.rename(path)
+        if not path.exists():
+            temporary.rename(path)
         if old.exists():
             shutil.rmtree(old)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return path
+
+
+def _exchanged(one: Path, other: Path) -> bool:
+    """Swap two paths by renameat2(2); False where the system or the file system can't."""
+    try:
+        swap = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError, TypeError):  # no such call in this C library
+        return False
+    names = os.fsencode(one), os.fsencode(other)
+    if swap(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(code, os.strerror(code), str(other))
 
 
 def hash_json(value: Any) -> str:

@@ -19,8 +19,6 @@ request share its text.
 from __future__ import annotations
 
 import math
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +26,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from eagle3lib.engine.access import open_url
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import read_json
 from eagle3lib.measure.result import rounded
@@ -62,7 +61,7 @@ def read_metrics(url: str, timeout_s: float = 10.0) -> dict[str, float]:
     N + 1. Raises ``UserError`` when the endpoint can't be read or tells none of them."""
     address = f"{url.rstrip('/')}/metrics"
     try:
-        with urllib.request.urlopen(address, timeout=timeout_s) as answer:
+        with open_url(address, timeout_s) as answer:
             text = answer.read().decode("utf-8", errors="replace")
         found = parse_metrics(text)
     except (OSError, ValueError) as error:

@@ -1,54 +1,34 @@
 """Which installed engine serves a target with EAGLE-3: asked of the engine itself, in a child.
 
-Lists in documents go out of date; an engine's registry is what will decide when it starts. Asking
-takes the seconds that importing the engine takes (15 to 20 on two cores).
+Lists in documents go out of date; an engine's registry is what will decide when it starts.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eagle3lib.lab.child import Child
+from eagle3lib.engine.ask import DEADLINE_S, ask_installed
+from eagle3lib.engine.config import PYTHON_VARIABLE, Engine
 from eagle3lib.lab.finding import Finding
 
-SGLANG_PYTHON = "EAGLE3_SGLANG_PYTHON"
-DEADLINE_S = 180.0
+SGLANG_PYTHON = PYTHON_VARIABLE["sglang"]
 _SCRIPT = Path(__file__).with_name("ask_engine.py")
 
 
 def ask_engines(architecture: str, deadline_s: float = DEADLINE_S) -> list[dict[str, Any]]:
     """One line an engine: version, whether it knows the architecture, whether with EAGLE-3, and a
-    verdict in words. vLLM is asked in this environment, SGLang in that of EAGLE3_SGLANG_PYTHON."""
-    pythons = {"vllm": sys.executable, "sglang": os.environ.get(SGLANG_PYTHON, "")}
-    return [_ask(name, python, architecture, deadline_s) for name, python in pythons.items()]
+    verdict in words."""
+    return [_ask(engine, architecture, deadline_s) for engine in PYTHON_VARIABLE]
 
 
-def _ask(engine: str, python: str, architecture: str, deadline_s: float) -> dict[str, Any]:
+def _ask(engine: Engine, architecture: str, deadline_s: float) -> dict[str, Any]:
     line: dict[str, Any] = {"engine": engine, "version": None, "known": None, "eagle3": None}
-    if not python:
-        return line | {"verdict": f"not installed ({SGLANG_PYTHON} names no Python)"}
-    if not Path(python).exists():
-        return line | {"verdict": f"not installed (no Python at {python})"}
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "answer.log"
-        environment = {"OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-        command = [python, str(_SCRIPT), engine, architecture]
-        with Child(command, log=log, env=environment) as child:
-            try:
-                code = child.wait(deadline_s)
-            except subprocess.TimeoutExpired:
-                return line | {"verdict": f"gave no answer within {deadline_s:.0f} s"}
-            last = child.last_lines(1)
-    if code != 0:
-        return line | {"verdict": f"could not be asked: {last}"}
-    line |= json.loads(last)
+    reply = ask_installed(engine, _SCRIPT, architecture, offline=False, deadline_s=deadline_s)
+    if reply.why_not:
+        return line | {"verdict": reply.why_not}
+    line |= reply.said
     return line | {"verdict": _verdict(line)}
 
 

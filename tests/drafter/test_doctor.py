@@ -344,7 +344,7 @@ def test_an_engine_that_hangs_or_dies_is_not_waited_for(make_folder, tiny_target
     assert got.said is None and "no libcuda" in got.why_not
     (stub_sglang / "__init__.py").write_text("import time; time.sleep(60)")
     got = ask_engine("sglang", folder.path, tiny_target.folder, deadline_s=1.0)
-    assert got.why_not == "no answer in 1 s"
+    assert got.why_not == "no answer within 1 s"
 
 
 @pytest.mark.engine

@@ -1,5 +1,6 @@
 """Files are whole or not there, whenever the writer dies; fingerprints see what they promise to."""
 
+import ctypes
 import json
 import shutil
 
@@ -123,6 +124,30 @@ def test_a_replaced_folder_holds_nothing_of_the_old_one(tmp_path):
     replace_folder(folder, lambda f: (f / "old").write_text("old"))
     replace_folder(folder, lambda f: (f / "new").write_text("new"))
     assert [p.name for p in folder.iterdir()] == ["new"]
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "renameat2"), reason="no exchange here")
+def test_a_reader_finds_a_folder_at_every_instant(tmp_path, monkeypatch):
+    """Two renames left none between them: no step may move the folder away or put it there."""
+    folder = tmp_path / "model"
+    replace_folder(folder, lambda f: (f / "a").write_text("old"))
+
+    def moved(path, to):
+        raise AssertionError(f"{path} was renamed to {to}")
+
+    monkeypatch.setattr(files.Path, "rename", moved)
+    replace_folder(folder, lambda f: (f / "a").write_text("new"))
+    assert (folder / "a").read_text() == "new"
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_folder_is_replaced_where_the_system_cannot_exchange(tmp_path, monkeypatch):
+    monkeypatch.setattr(files.ctypes, "CDLL", lambda *_, **__: object())
+    folder = tmp_path / "model"
+    for text in ("old", "new"):
+        replace_folder(folder, lambda f, text=text: (f / "a").write_text(text))
+    assert (folder / "a").read_text() == "new"
     assert list(tmp_path.iterdir()) == [folder]
 
 

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
+
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from eagle3lib.cli import app
 from eagle3lib.lab.errors import UserError
+from eagle3lib.lab.files import write_json
+from eagle3lib.lab.run import run_folder
+from eagle3lib.measure.arms import OWN, PLAIN, REFERENCE, RequestRow
 from eagle3lib.measure.replace import KEEP, REPLACE, UNDECIDED, PairedRounds, decide
 
 
@@ -52,3 +60,71 @@ def test_few_prompts_decide_nothing():
 def test_prompts_without_rounds_are_not_counted():
     with pytest.raises(UserError, match="0 prompts"):
         decide([PairedRounds(0, 0, 3, 1)] * 9)
+
+
+@pytest.fixture
+def gate(tmp_path, tiny_target, monkeypatch):
+    """``gate(old, new, *words)`` on a run whose benchmark served ``old`` (1 of 3 accepted in each
+    round) and the run's own drafter (2 of 3), in 8 prompts twice; the sixteen rows of a ninth, of
+    another set, are no part of it."""
+    monkeypatch.setenv("EAGLE3_OUTPUTS", str(tmp_path / "outputs"))
+    phase = run_folder("r") / "06_benchmark_serving"
+    inputs = {"target": tiny_target.fingerprint, "params": {"reference_drafter": str(tmp_path)}}
+    write_json(phase / "inputs.json", inputs)
+    write_json(phase / "metrics.json", {"num_speculative_tokens": 3})
+
+    def row(arm, prompt, repeat, accepted, set_name="workload"):
+        rounds = 4 + prompt
+        ids = list(range(rounds * (1 + accepted) + 1))
+        return RequestRow(arm, set_name, f"p{prompt}", repeat, [1], ids, "length", 1.0,
+                          [accepted] * rounds, [3] * rounds)  # fmt: skip
+
+    rows = [row(arm, prompt, repeat, accepted) for prompt in range(8) for repeat in range(2)
+            for arm, accepted in ((PLAIN, 0), (REFERENCE, 1), (OWN, 2))]  # fmt: skip
+    rows += [row(REFERENCE, 8, i, 3, "general") for i in range(16)]
+    (phase / "requests.jsonl").write_text("".join(json.dumps(asdict(r)) + "\n" for r in rows))
+
+    def run(old, new, *words):
+        target = ["--target", str(tiny_target.folder), "--run", "r"]
+        return CliRunner().invoke(app, ["gate", str(old), str(new), "--served", *target, *words])
+
+    run.phase, run.inputs = phase, inputs
+    run.own = run_folder("r") / "05_export_drafter" / "drafter"
+    return run
+
+
+def test_served_the_two_arms_of_the_benchmark_decide(gate, tmp_path):
+    told = gate(tmp_path, gate.own, "--json")
+    result = json.loads(told.stdout)
+    assert (told.exit_code, result["decision"], result["prompts"]) == (0, REPLACE, 8)
+    assert (result["old_length"], result["new_length"]) == (2.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"target": "another"}, "served another target"),
+        ({"params": {}}, "had no reference drafter"),
+        ({"params": {"reference_drafter": "/other"}}, "did not serve these two"),
+    ],
+)
+def test_a_benchmark_of_something_else_decides_nothing(gate, tmp_path, changes, told):
+    write_json(gate.phase / "inputs.json", gate.inputs | changes)
+    error = gate(tmp_path, gate.own).exception
+    assert isinstance(error, UserError) and told in str(error) and "next:" in str(error)
+
+
+def test_served_the_order_of_old_and_new_matters(gate, tmp_path):
+    error = gate(gate.own, tmp_path).exception
+    assert isinstance(error, UserError) and "did not serve these two" in str(error)
+
+
+def test_a_drafter_that_was_made_again_is_not_the_one_that_was_served(gate, tmp_path):
+    served = {"inputs": {"upstream": {"05_export_drafter": "1"}}}
+    write_json(gate.phase / "manifest.json", served)
+    export = {"fingerprint": "1", "inputs": {"upstream": {}}}
+    write_json(gate.own.parent / "manifest.json", export)
+    assert gate(tmp_path, gate.own).exit_code == 0
+    write_json(gate.own.parent / "manifest.json", export | {"fingerprint": "2"})
+    error = gate(tmp_path, gate.own).exception
+    assert isinstance(error, UserError) and "05_export_drafter" in str(error)

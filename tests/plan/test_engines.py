@@ -23,6 +23,11 @@ def answering(tmp_path, **answer):
     return fake_python(tmp_path, f"echo noise\necho '{line}'")
 
 
+def asked(monkeypatch, python, architecture, deadline_s):
+    monkeypatch.setenv(SGLANG_PYTHON, python)
+    return _ask("sglang", architecture, deadline_s)
+
+
 @pytest.mark.parametrize(
     ("answer", "verdict"),
     [
@@ -32,24 +37,31 @@ def answering(tmp_path, **answer):
         ({"version": None, "known": None, "eagle3": None}, "not installed"),
     ],
 )
-def test_what_the_engine_says_is_put_in_words(tmp_path, answer, verdict):
-    found = _ask("sglang", answering(tmp_path, **answer), "X", 20)
+def test_what_the_engine_says_is_put_in_words(tmp_path, monkeypatch, answer, verdict):
+    found = asked(monkeypatch, answering(tmp_path, **answer), "X", 20)
     assert found["verdict"] == verdict
 
 
-def test_an_engine_that_hangs_is_left_at_the_deadline(tmp_path):
-    found = _ask("sglang", fake_python(tmp_path, "sleep 60"), "X", 0.5)
+def test_an_engine_that_hangs_is_left_at_the_deadline(tmp_path, monkeypatch):
+    found = asked(monkeypatch, fake_python(tmp_path, "sleep 60"), "X", 0.5)
     assert "no answer within" in found["verdict"]
 
 
-def test_an_engine_that_breaks_shows_its_last_line(tmp_path):
-    found = _ask("sglang", fake_python(tmp_path, "echo ImportError: libcuda >&2; exit 3"), "X", 20)
+def test_an_engine_that_breaks_shows_its_last_line(tmp_path, monkeypatch):
+    found = asked(
+        monkeypatch, fake_python(tmp_path, "echo ImportError: libcuda >&2; exit 3"), "X", 20
+    )
     assert "libcuda" in found["verdict"]
 
 
-def test_an_engine_that_is_not_there_is_said_plainly(tmp_path):
-    assert "not installed" in _ask("sglang", "", "X", 5)["verdict"]
-    assert "not installed" in _ask("sglang", str(tmp_path / "no"), "X", 5)["verdict"]
+def test_an_engine_that_answers_no_json_is_quoted(tmp_path, monkeypatch):
+    found = asked(monkeypatch, fake_python(tmp_path, "echo done"), "X", 20)
+    assert "done" in found["verdict"] and found["eagle3"] is None
+
+
+def test_an_engine_that_is_not_there_is_said_plainly(tmp_path, monkeypatch):
+    assert "not installed" in asked(monkeypatch, "", "X", 5)["verdict"]
+    assert "not installed" in asked(monkeypatch, str(tmp_path / "no"), "X", 5)["verdict"]
 
 
 def test_findings_follow_from_what_was_said():
@@ -90,7 +102,7 @@ def test_sglang_is_asked_by_duck_typing(tmp_path, monkeypatch, architecture, ver
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.23\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    found = _ask("sglang", sys.executable, architecture, 30)
+    found = asked(monkeypatch, sys.executable, architecture, 30)
     assert (found["version"], found["verdict"]) == ("0.5.23", verdict)
 
 
