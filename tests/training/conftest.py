@@ -11,6 +11,7 @@ from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
@@ -91,6 +92,7 @@ def _start_ranks(cfg, target, where, world):
     def work(rank):
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
                        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
+        torch.set_num_threads(1)  # a fork has none of its parent's, which a test may have raised
         try:
             Trainer(cfg, target, where).run()
         finally:
