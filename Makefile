@@ -12,7 +12,7 @@ STAMP := $(VENV)/.eagle3-ready
 GPU_LOCK := --python-platform x86_64-manylinux_2_34 --python-version 3.12 --no-annotate --no-header \
   --no-emit-index-url --no-emit-find-links --quiet
 
-.PHONY: help setup setup-vllm-gpu setup-sglang lock-gpu peer prompts demo test lint nb faults lab report lock notebooks docs conda clean
+.PHONY: help setup setup-vllm-gpu setup-sglang lock-gpu peer prompts demo test test-long lint nb faults lab report lock notebooks docs conda clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -65,6 +65,9 @@ demo: setup ## Run the whole pipeline on SmolLM2-135M-Instruct with vLLM on the 
 
 test: setup ## Run every check: unit laws, notebooks under nbval, the real engine against the simulator
 	@$(BIN)/python -m pytest
+
+test-long: setup ## Run what takes minutes each: documented commands, explorers, faults in the real engine, MLA drafters in it
+	@$(BIN)/python -m pytest -m long
 
 lint: setup ## ruff over code and notebooks, notebooks stripped, parameter cells in step with the models
 	@$(BIN)/ruff check .

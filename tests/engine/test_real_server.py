@@ -37,7 +37,7 @@ def test_a_detached_server_outlives_its_command_answers_and_ends_when_told(tmp_p
         client = Client(state.address)
         asked = [{"role": "user", "content": "What is the capital of France?"}]
         answer = client.chat(asked, model=client.model(), max_tokens=16, temperature=0)
-        assert len(answer.answer_token_ids) == 16 and answer.text
+        assert 4 <= len(answer.answer_token_ids) <= 16 and answer.text
         # The canaries of start and check, and this answer, by the names that the watch reads.
         assert counters(state.address)["tokens"] >= len(answer.answer_token_ids) + 8
     finally:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from eagle3lib.cli import app
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.long, pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1500)]
 # Each once, however many pages tell it. Runs come first, while nothing is changed by the others;
 # what frees files goes last.
 COMMANDS = [c.words for page in PAGES for c in block_commands(page) if c.kind == "run"]

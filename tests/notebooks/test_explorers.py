@@ -11,7 +11,7 @@ from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.explore import EXPLORERS, explorer, finished_run
 from eagle3lib.report.explore import run_explorer
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.long, pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
 # Cheap: no forward of the target for a layer that is not stored, a few answers.
 PARAMETERS = {
     "acceptance_curves": {"more_runs": "twin"},

@@ -155,6 +155,7 @@ def drafted(made):
     return bench
 
 
+@pytest.mark.long
 @pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.timeout(600)
