@@ -28,7 +28,7 @@ class BenchmarkParams(PhaseParams):
     )
     vllm_settings: str = Field("", description=ENGINE_SETTINGS)
     sglang_settings: str = Field("", description=ENGINE_SETTINGS)
-    reference_drafter: str = Field("", description="folder of a known-good drafter, a second arm")
+    reference_drafter: str = Field("", description="known-good, a second arm")
     reference_acceptance_length: float = Field(
         1.2, ge=1, description="least of the reference drafter, its gate"
     )
