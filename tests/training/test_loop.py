@@ -65,7 +65,7 @@ def test_step_weight_counts_each_step_less_than_the_one_before(train, on):
 
     alone = first_norm("alone", steps=1)
     assert first_norm("nearly", steps=3, step_weight=1e-7) == pytest.approx(alone, rel=1e-4)
-    assert first_norm("all", steps=3, step_weight=1.0) != pytest.approx(alone, rel=1e-3)
+    assert first_norm("all", steps=3, step_weight=1.0) != pytest.approx(alone, rel=0.01)
 
 
 def test_accumulating_and_recomputing_change_nothing(train, on):

@@ -20,7 +20,7 @@ def assert_same_curve(one, two, on, within=1e-6):
     for a, b in zip(expected, found, strict=True):
         for key in ("update", "epoch", "tokens", "learning_rate"):
             assert a[key] == b[key]
-        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=5e-5)
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], abs=2e-4)
         for mine, theirs in zip(a["steps"], b["steps"], strict=True):
             assert [theirs[k] for k in ("positions", "inside")] == [
                 mine[k] for k in ("positions", "inside")
