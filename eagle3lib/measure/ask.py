@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+import zlib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import openai
+
 from eagle3lib.data.renderer import TargetRenderer, target_renderer
 from eagle3lib.data.rows import AnswerRow
-from eagle3lib.engine.client import Asked, Client, Thinking
+from eagle3lib.engine.client import Asked, BadReply, Client, Thinking
 from eagle3lib.engine.launch import EngineConfig, EngineServer
 from eagle3lib.engine.records import BrokenRecord, chunk_counts
 from eagle3lib.engine.settings import with_settings
@@ -20,6 +23,9 @@ from eagle3lib.measure.arms import RequestRow
 from eagle3lib.measure.points import Point, filled_messages
 
 _LEAST_SEQUENCES = 4
+# Read as streams at once. More, and what is measured is a client that wakes for each token of each
+# request: plain decoding sends the most chunks, so speculation would seem to gain what it does not.
+_MOST_STREAMS = 8
 
 
 def engine_config(
@@ -58,6 +64,7 @@ class Asker:
     steps: int
     texts: list[tuple[str, int]] = field(default_factory=list)
     _renderer: TargetRenderer | None = None
+    _clients: dict[str, Client] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.engine == "sglang":  # its chat API tells no ids
@@ -72,7 +79,8 @@ class Asker:
         max_tokens: int,
         seed: int | None = None,
     ) -> Streamed:
-        """One streamed request. Raises ``BadReply``.
+        """One request, streamed; of more than eight at once about eight are, the others come whole
+        (no ``chunk_s``). Raises ``BadReply``.
 
         Tools and thinking as when the answer was made: other prompt tokens are another workload.
         """
@@ -87,11 +95,24 @@ class Asker:
             "temperature": point.temperature,
             "seed": seed,
         }
+        if not is_streamed(prompt.id, point.concurrency):
+            return self._whole(server, asked, options)
         if self._renderer is not None:
             has_drafter = server.config.drafter is not None
             steps = self.steps if has_drafter else None
             return stream_ids(server.url, self._renderer, asked, steps=steps, **options)
         return stream_chat(server.url, asked, **options)
+
+    def _whole(self, server: EngineServer, asked: Asked, options: dict[str, Any]) -> Streamed:
+        client = self._clients.setdefault(
+            server.url, Client(server.url, retries=0, renderer=self._renderer)
+        )
+        told: dict[str, Any] = {"tools": asked.tools, "thinking": asked.thinking} | options
+        try:
+            answer = client.chat(asked.messages, **told)
+        except openai.OpenAIError as error:
+            raise BadReply(f"the server at {server.url} failed: {error!r}"[:300]) from None
+        return Streamed(answer, [], [], answer.counts)
 
     def row(
         self,
@@ -138,3 +159,8 @@ class Asker:
     def counters(self, server: EngineServer) -> dict[str, float]:
         """The server's counters of speculation; {} where it has none (SGLang tells gauges)."""
         return Client(server.url).speculation_counters()
+
+
+def is_streamed(prompt: str, concurrency: int) -> bool:
+    """Whether a request is read as a stream, the same for every arm and repeat."""
+    return zlib.crc32(prompt.encode()) % max(1, concurrency // _MOST_STREAMS) == 0

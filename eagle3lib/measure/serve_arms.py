@@ -228,7 +228,7 @@ class _Visit:
     def _warm(self, arm: str, load: int) -> None:
         """As many short requests at once as the block will have: graphs and caches of that size."""
         picked = [self.prompts[i % len(self.prompts)] for i in range(load)]
-        point = Point(self.asker.engine)
+        point = Point(self.asker.engine, concurrency=load)
         with ThreadPoolExecutor(load) as pool:
             list(
                 pool.map(

@@ -89,8 +89,29 @@ class _Handler(BaseHTTPRequestHandler):
         with fake.lock:
             fake.requests.append(request)
         self.send_response(200)
+        if not request.get("stream"):
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            self.wfile.write(json.dumps(whole(list(fake.stream(request)))).encode())
+            return
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
         for event in fake.stream(request):
             self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
         self.wfile.write(b"data: [DONE]\n\n")
+
+
+def whole(events):
+    """vLLM's stream as the reply that it sends when no stream is asked for."""
+    choices = [c for e in events for c in e.get("choices") or []]
+    message = {
+        "role": "assistant",
+        "content": "".join(c["delta"].get("content", "") for c in choices),
+    }
+    choice = {"index": 0, "message": message, "finish_reason": choices[-1]["finish_reason"],
+              "token_ids": [i for c in choices for i in c.get("token_ids", [])]}  # fmt: skip
+    completion = events[-1]["usage"]["completion_tokens"]
+    usage = {"prompt_tokens": 2, "completion_tokens": completion, "total_tokens": 2 + completion}
+    head = {"id": "1", "object": "chat.completion", "created": 0, "model": "target"}
+    told = {"prompt_token_ids": [1, 2], "metrics": events[-1].get("metrics")}
+    return head | {"choices": [choice], "usage": usage} | told

@@ -17,6 +17,7 @@ from eagle3lib.lab.files import read_json
 from eagle3lib.lab.params import BenchmarkParams
 from eagle3lib.measure import serve_arms
 from eagle3lib.measure.arms import OWN, PLAIN, REFERENCE, read_requests, read_sweeps
+from eagle3lib.measure.ask import is_streamed
 from eagle3lib.measure.check import check_benchmark
 from eagle3lib.measure.serve_arms import run_arms
 from eagle3lib.measure.summary import summarise
@@ -170,6 +171,21 @@ def test_sweeps_lie_beside_the_headline_and_each_k_starts_anew(run, tmp_path):
     metrics = summarise(rows, cfg, {})
     assert len(metrics["points"]) == 4 * 2 and len(metrics["arms"]) == 2
     assert [b["concurrency"] for b in metrics["best"]] == [1, 2]
+
+
+def test_of_many_at_once_about_eight_are_read_as_streams(run, tmp_path):
+    """A client that wakes for every token of every request would be what is measured."""
+    rows = run(change(concurrency="32"))
+    assert {bool(r.chunk_s) for r in rows} == {True, False}
+    for row in rows:
+        assert bool(row.chunk_s) == is_streamed(row.prompt, 32)
+        assert len(row.answer_token_ids) == 9 and row.prompt_token_ids == [1, 2]
+    assert {(r.counts or {}).get("rounds") for r in rows if r.arm == OWN} == {3}
+    assert all(is_streamed(row.prompt, 8) for row in rows)
+    streamed = sum(is_streamed(f"p{i}", 256) for i in range(10_000))
+    assert streamed == pytest.approx(10_000 * 8 / 256, rel=0.25)
+    metrics = summarise(rows, change(concurrency="32"), read_json(tmp_path / "counters.json"))
+    assert metrics["arms"][0]["first_token_s"] and metrics["arms"][1]["throughput_tokens_per_s"]
 
 
 def test_half_a_block_is_asked_again_as_a_whole(run, tmp_path):
