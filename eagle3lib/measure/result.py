@@ -72,7 +72,7 @@ def arm_result(
     tokens, seconds = _tokens(mine), sum(r.duration_s for r in mine)
     # Both sets of prompts are in flight together: the machine's speed is that of the whole block.
     block = mine if point.concurrency == 1 else [r for r in rows if r.arm == arm]
-    throughput = _throughput(block, point.concurrency)
+    throughput = throughput_of(block, point.concurrency)
     result: dict[str, Any] = {
         "arm": arm,
         "set": set_name,
@@ -175,7 +175,7 @@ def _tokens(rows: list[RequestRow]) -> int:
     return sum(len(r.answer_token_ids) for r in rows)
 
 
-def _throughput(rows: list[RequestRow], concurrency: int) -> float:
+def throughput_of(rows: list[RequestRow], concurrency: int) -> float:
     """Tokens per second of whole blocks (one a repeat); one at a time it is the reader's speed."""
     seconds = 0.0
     for repeat in {r.repeat for r in rows}:

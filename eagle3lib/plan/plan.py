@@ -135,11 +135,7 @@ def _rope_text(config: dict[str, Any]) -> str:
 def device_facts(setting: Setting) -> dict[str, Any]:
     """The figures that a plan stands on; each can be given by a parameter."""
     d = setting.device
-    # The roofline: a step of one sequence that reads at full bandwidth and waits for nothing.
-    ideal = replace(
-        d, bandwidth_share=1.0, collective_s=0.0, layer_s=0.0, link_bytes_per_s=float("inf")
-    )
-    roof = replace(setting, device=ideal, host_s=0.0, round_extra_s=0.0)
+    roof = setting.at_the_limit()
     return {
         "device": f"{setting.devices} x {d.name}",
         "source": d.source,

@@ -36,6 +36,7 @@ class DrafterShape:
 
     shape: Shape
     draft_vocab_size: int
+    intermediate_size: int = 0  # width of its MLP, 0 is the target's
 
     @property
     def layer_parameters(self) -> int:
@@ -46,7 +47,7 @@ class DrafterShape:
 
     @property
     def mlp_size(self) -> int:
-        return self.shape.need("intermediate_size")
+        return self.intermediate_size or self.shape.need("intermediate_size")
 
     @property
     def fuse_parameters(self) -> int:
@@ -86,49 +87,83 @@ class Setting:
         drafter = DrafterShape(shape, draft_vocab_size)
         return cls(shape, weights, drafter, device, devices, context_tokens, host_s)
 
-    def step_parts(self, batch: int, tokens: int = 1) -> dict[str, float]:
-        """Seconds of each part of one target step; ``compute`` is what it takes beyond reading."""
-        shape, all_tokens = self.shape, batch * tokens
-        touched = distinct_experts(shape.experts, shape.experts_per_token, all_tokens)
-        expert_bytes = touched * len(shape.expert_layers) * self.weights.expert
-        parts = {
-            "weights": self._read_s(self.weights.always / self.devices),
-            "experts": self._read_s(expert_bytes / self.devices),
-            "keys and values": self._read_s(batch * self.kv_read_bytes()),
+    def at_the_limit(self) -> Setting:
+        """The same on devices that reach their data sheet and wait for nothing: the roofline."""
+        ideal = replace(
+            self.device, bandwidth_share=1.0, compute_share=1.0, collective_s=0.0, layer_s=0.0,
+            link_bytes_per_s=float("inf"),
+        )  # fmt: skip
+        return replace(self, device=ideal, host_s=0.0, round_extra_s=0.0)
+
+    def step_bytes(self, batch: float, tokens: int = 1) -> dict[str, float]:
+        """Bytes of each part that each device reads in one target step."""
+        shape = self.shape
+        touched = distinct_experts(shape.experts, shape.experts_per_token, batch * tokens)
+        return {
+            "weights": self.weights.always / self.devices,
+            "experts": touched * len(shape.expert_layers) * self.weights.expert / self.devices,
+            "keys and values": batch * self.kv_read_bytes(),
         }
-        flops = all_tokens * (2 * shape.product_parameters + self._attention_flops())
-        computing = flops / self.devices / self.device.flops_per_s / self.device.compute_share
+
+    def step_flops(self, batch: float, tokens: int = 1) -> float:
+        """FLOPs of each device in one target step."""
+        per_token = 2 * self.shape.product_parameters + self._attention_flops()
+        return batch * tokens * per_token / self.devices
+
+    def step_parts(self, batch: float, tokens: int = 1) -> dict[str, float]:
+        """Seconds of each part of one target step; ``compute`` is what it takes beyond reading."""
+        read = self.step_bytes(batch, tokens)
+        parts = {name: self._read_s(size) for name, size in read.items()}
+        computing = self._compute_s(self.step_flops(batch, tokens))
         parts["compute"] = max(0.0, computing - sum(parts.values()))
-        parts["collectives"] = 2 * shape.layers * self._collective_s(all_tokens)
-        parts["layers"] = shape.layers * self.device.layer_s
+        parts["collectives"] = 2 * self.shape.layers * self._collective_s(batch * tokens)
+        parts["layers"] = self.shape.layers * self.device.layer_s
         parts["host"] = self.host_s
         return parts
 
-    def step_s(self, batch: int, tokens: int = 1) -> float:
+    def step_s(self, batch: float, tokens: int = 1) -> float:
         return sum(self.step_parts(batch, tokens).values())
 
-    def draft_s(self, batch: int, tokens: int = 1) -> float:
-        """One forward of the drafter; the first of a round reads the fused states of all the
-        round's ``tokens`` and the fusing matrix."""
+    def draft_bytes(self, batch: float, tokens: int = 1) -> float:
+        """Bytes that each device reads in one forward of the drafter; the first of a round reads
+        the fused states of all the round's ``tokens`` and the fusing matrix."""
         d = self.drafter
         first = d.fuse_parameters if tokens > 1 else 0
-        read = (d.layer_parameters + d.head_parameters + first) * 2 / self.devices
         keys = self.shape.heads if self.shape.is_mla else self.shape.kv_heads
-        cache = batch * self.context_tokens * 4 * keys * self.shape.head_dim / self.devices
-        flops = batch * 2 * (tokens * (d.layer_parameters + first) + d.head_parameters)
-        computing = flops / self.devices / self.device.flops_per_s / self.device.compute_share
+        cache = batch * self.context_tokens * 4 * keys * self.shape.head_dim
+        return ((d.layer_parameters + d.head_parameters + first) * 2 + cache) / self.devices
+
+    def draft_flops(self, batch: float, tokens: int = 1) -> float:
+        d = self.drafter
+        first = d.fuse_parameters if tokens > 1 else 0
+        per_sequence = 2 * (tokens * (d.layer_parameters + first) + d.head_parameters)
+        return batch * per_sequence / self.devices
+
+    def draft_s(self, batch: float, tokens: int = 1) -> float:
+        """One forward of the drafter."""
+        read_s = self._read_s(self.draft_bytes(batch, tokens))
+        computing_s = self._compute_s(self.draft_flops(batch, tokens))
         # Two all-reduces of the layer, and the gathered head.
         waiting = 3 * self._collective_s(batch * tokens) + self.device.layer_s
-        return max(self._read_s(read + cache), computing) + waiting + self.host_s
+        return max(read_s, computing_s) + waiting + self.host_s
 
-    def round_parts(self, batch: int, steps: int) -> dict[str, float]:
+    def round_bytes(self, batch: float, steps: int) -> dict[str, float]:
+        """Bytes of each part that each device reads in a verify round of ``steps`` drafts."""
+        drafter = self.draft_bytes(batch, steps + 1) + (steps - 1) * self.draft_bytes(batch)
+        return self.step_bytes(batch, steps + 1) | {"drafter": drafter}
+
+    def round_flops(self, batch: float, steps: int) -> float:
+        drafter = self.draft_flops(batch, steps + 1) + (steps - 1) * self.draft_flops(batch)
+        return self.step_flops(batch, steps + 1) + drafter
+
+    def round_parts(self, batch: float, steps: int) -> dict[str, float]:
         """Seconds of a verify round of ``steps`` drafts: the target's parts, and the drafter."""
         parts = self.step_parts(batch, steps + 1)
         parts["drafter"] = self.draft_s(batch, steps + 1) + (steps - 1) * self.draft_s(batch)
         parts["host"] += self.round_extra_s
         return parts
 
-    def round_cost(self, batch: int, steps: int) -> float:
+    def round_cost(self, batch: float, steps: int) -> float:
         """A round in plain steps, and so the acceptance length from which speculation pays."""
         return sum(self.round_parts(batch, steps).values()) / self.step_s(batch)
 
@@ -158,7 +193,7 @@ class Setting:
             wide = 2 * s.head_dim
         return 2.0 * s.layers * s.heads * wide * self.context_tokens
 
-    def _collective_s(self, tokens: int) -> float:
+    def _collective_s(self, tokens: float) -> float:
         if self.devices == 1:
             return 0.0
         moved = 2 * (self.devices - 1) / self.devices
@@ -168,6 +203,9 @@ class Setting:
     def _read_s(self, bytes_of_a_device: float) -> float:
         share = self.device.bandwidth_share * self.device.bandwidth_bytes_per_s
         return bytes_of_a_device / share
+
+    def _compute_s(self, flops_of_a_device: float) -> float:
+        return flops_of_a_device / self.device.flops_per_s / self.device.compute_share
 
 
 def acceptance_length(per_step: float, steps: int) -> float:

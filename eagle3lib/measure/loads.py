@@ -1,0 +1,128 @@
+"""Both arms of a benchmark at every load of its sweep: times of a step and a round, and speed.
+
+Of the requests of phase 06 at the run's K and temperature, both sets of prompts pooled::
+
+    in flight          seconds of all requests / seconds of their blocks (Little's law): below
+                       ``concurrency`` where the prompts run out
+    plain step, round  seconds from a request's first token to its last, over the tokens after the
+                       first; over the rounds, with a drafter
+    cost of a round    round / plain step
+    tokens a second    of the machine, over whole blocks; the speed-up is their ratio, so it holds
+                       the prefill and the ends of the blocks as well
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from eagle3lib.lab.errors import UserError
+from eagle3lib.lab.files import read_json
+from eagle3lib.measure.arms import PLAIN, RequestRow, counts_of, read_requests, read_sweeps
+from eagle3lib.measure.result import throughput_of
+
+
+@dataclass(frozen=True)
+class Pace:
+    """One arm at one load; ``step_s`` is a plain step's time, or a round's."""
+
+    tokens_per_s: float
+    in_flight: float
+    step_s: float
+    chunks_per_s: float  # what the measuring client received
+
+
+@dataclass(frozen=True)
+class Load:
+    """Both arms of one engine at one load; ``context_tokens`` is the mean that a step sees."""
+
+    engine: str
+    concurrency: int
+    context_tokens: int
+    plain: Pace
+    drafted: Pace
+    acceptance_length: float
+    rounds_from: str  # the engine's record, or the lowest load's acceptance
+
+    @property
+    def speedup(self) -> float:
+        return self.drafted.tokens_per_s / self.plain.tokens_per_s
+
+    @property
+    def cost(self) -> float:
+        """Plain steps of a round."""
+        return self.drafted.step_s / self.plain.step_s
+
+
+def measured_loads(folder: Path, arm: str) -> list[Load]:
+    """Every engine and load of the benchmark in ``folder``, rising. Raises ``UserError`` for an arm
+    that was not measured, another dtype than bfloat16, and an engine that told no rounds at all."""
+    metrics = read_json(folder / "metrics.json")
+    if metrics["dtype"] != "bfloat16":
+        raise UserError(
+            f"the benchmark served {metrics['dtype']}", where=folder,
+            expected="bfloat16: bytes are counted of it", next="measure again with dtype=bfloat16",
+        )  # fmt: skip
+    steps = metrics["num_speculative_tokens"]
+    rows = [
+        row
+        for row in read_requests(folder) + read_sweeps(folder)
+        if (row.steps or steps) == steps
+        and row.temperature == metrics["temperature"]
+        and not row.context_tokens
+    ]
+    arms = dict.fromkeys(row.arm for row in rows)
+    if arm not in arms or PLAIN not in arms:
+        raise UserError(
+            f"no requests of {arm!r} beside {PLAIN!r}", expected=f"one of: {', '.join(arms)}",
+            where=folder, next="set parameter arm",
+        )  # fmt: skip
+    loads: list[Load] = []
+    for engine, concurrency in sorted({(row.engine, row.concurrency) for row in rows}):
+        here = [r for r in rows if (r.engine, r.concurrency) == (engine, concurrency)]
+        plain, drafted = ([r for r in here if r.arm == name] for name in (PLAIN, arm))
+        if plain and drafted:
+            before = [load for load in loads if load.engine == engine]
+            loads.append(_load(plain, drafted, steps, before))
+    return loads
+
+
+def _load(
+    plain: list[RequestRow], drafted: list[RequestRow], steps: int, before: Sequence[Load]
+) -> Load:
+    engine, concurrency = plain[0].engine, plain[0].concurrency
+    told = counts_of(drafted, steps)
+    after_first = sum(len(r.answer_token_ids) - 1 for r in drafted)
+    length, source = told.acceptance_length, "the engine's record"
+    rounds: float = told.rounds
+    if length is None or told.requests < len(drafted):
+        # vLLM 0.26 tells none beside other requests; greedy acceptance is the same at any load.
+        if not before:
+            raise UserError(
+                f"{engine} told no rounds at {concurrency} requests in flight",
+                expected="a load of 1 in the sweep, or an engine that keeps a record",
+                next="measure again with concurrency=1 in front of the other loads",
+            )
+        length, source = before[0].acceptance_length, f"as at {before[0].concurrency} in flight"
+        rounds = after_first / length
+    context = sum((len(r.prompt_token_ids) + len(r.answer_token_ids) / 2) * len(r.answer_token_ids)
+                  for r in plain) / sum(len(r.answer_token_ids) for r in plain)  # fmt: skip
+    return Load(
+        engine, concurrency, round(context),
+        _pace(plain, sum(len(r.answer_token_ids) - 1 for r in plain)), _pace(drafted, rounds),
+        length, source,
+    )  # fmt: skip
+
+
+def _pace(rows: list[RequestRow], steps: float) -> Pace:
+    """``steps``: plain steps or rounds of all these requests, the prefills' left out."""
+    per_s, tokens = (
+        throughput_of(rows, rows[0].concurrency),
+        sum(len(r.answer_token_ids) for r in rows),
+    )
+    wall_s = tokens / per_s
+    streamed_s = sum(r.chunk_s[-1] - r.chunk_s[0] for r in rows if r.chunk_s)
+    chunks = sum(len(r.chunk_s) for r in rows)
+    busy_s = sum(r.duration_s for r in rows)
+    return Pace(per_s, busy_s / wall_s, streamed_s / steps, chunks / wall_s)
