@@ -1,129 +1,76 @@
 """A Kimi-shaped target, replayed at small scale: each step of a pipeline for Kimi-K2.5, in minutes.
 
-    python -m eagle3lib.diagnose.kimi_bench WORK target --rows ANSWERS.jsonl --seconds 150
-    python -m eagle3lib.diagnose.kimi_bench WORK answers train serve compare
+    python -m eagle3lib.diagnose.kimi_bench WORK target --rows ANSWERS.jsonl --seconds 90
+    python -m eagle3lib.diagnose.kimi_bench WORK answers train serve compare --rows ANSWERS.jsonl
 
-Each step reads what the one before left in WORK, leaves a ``STEP.json`` when it is whole, and is
-skipped when that is there. On one GPU, with engines in environments of their own
-(``EAGLE3_VLLM_PYTHON``, ``EAGLE3_SGLANG_PYTHON``).
+Each step reads what the one before left in WORK, leaves a ``STEP.json`` when it is whole (serve and
+compare one an engine), and is skipped when that is there; remove the file to make it anew. With
+``--minutes`` a step that no longer fits is not begun: the same command goes on from there. On one
+GPU, with engines in environments of their own (``EAGLE3_VLLM_PYTHON``, ``EAGLE3_SGLANG_PYTHON``).
 
     target    a small target learns the given answers (``training/small_target.py``); its folder in
               Kimi-K2.5's form, and one with INT4 experts
-    answers   the INT4 target, served by vLLM, answers the prompts of those rows itself
+    answers   the INT4 target, served by an engine, answers the prompts of those rows itself
     train     states of these answers; a Llama-type and an MLA-type drafter, at the same time
-    serve     both drafters in every engine, all servers up at once, held-out prompts one by one
-    compare   the engines' rounds beside the simulator's, in ``compare.json``
+    serve     both drafters in each engine, one engine after the other (``kimi_serve.py``)
+    compare   the engines' rounds beside the simulator's
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import importlib.util
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from eagle3lib.data.generate import generate_answers
 from eagle3lib.data.prompts import Prompt
-from eagle3lib.data.rows import AnswerRow, json_line, read_answers
+from eagle3lib.data.renderer import target_renderer
+from eagle3lib.data.rows import AnswerRow, read_answers
 from eagle3lib.data.turns import Sampling
+from eagle3lib.diagnose.kimi_serve import Arm, failure, requests_file, serve_engine, server_of
+from eagle3lib.diagnose.kimi_setting import ENGINE_FLAGS, KINDS, Bench, Kind, Told
 from eagle3lib.diagnose.live import StatesOf
 from eagle3lib.diagnose.replay import compare_counts, replay_answers
 from eagle3lib.drafter.checkpoint import write_drafter
 from eagle3lib.drafter.config import default_slots
 from eagle3lib.drafter.vocab import build_vocab_map, count_tokens
 from eagle3lib.engine.client import Client
-from eagle3lib.engine.config import EngineConfig
-from eagle3lib.engine.launch import EngineServer
 from eagle3lib.lab.child import Child
 from eagle3lib.lab.errors import UserError
-from eagle3lib.lab.files import read_json, read_jsonl, replace_folder, write_atomic, write_json
-from eagle3lib.lab.params import BenchmarkParams, TrainParams
+from eagle3lib.lab.files import read_json, read_jsonl, replace_folder, write_json
 from eagle3lib.measure.arms import RequestRow
-from eagle3lib.measure.ask import Asker
-from eagle3lib.measure.points import Point
 from eagle3lib.target.capture import InProcess, capture, forward_states
 from eagle3lib.target.folder import Target, open_target
 from eagle3lib.target.int4 import KIMI_IGNORES, pack_int4
-from eagle3lib.target.kimi_shaped import Size, new_text_tower, save_kimi_shaped
+from eagle3lib.target.kimi_shaped import new_text_tower, save_kimi_shaped
 from eagle3lib.target.model import DTYPES, best_device, load_target
-from eagle3lib.training.checkpoints import Folders
+from eagle3lib.training.checkpoints import Folders, has_checkpoint
 from eagle3lib.training.small_target import TargetTraining, train_small_target
 from eagle3lib.training.start import trained_drafter
 
-Kind = Literal["llama", "mla"]
-KINDS: tuple[Kind, ...] = ("llama", "mla")
-# Several engines on one GPU: each is told its cache, none measures what the others left free.
-ENGINE_FLAGS: dict[str, tuple[str, ...]] = {
-    "vllm": ("--language-model-only", "--kv-cache-memory-bytes", str(2 * 2**30)),
-    "sglang": ("--skip-server-warmup", "--mm-attention-backend", "sdpa",
-               "--max-total-tokens", "65536"),
-}  # fmt: skip
-_TRAIN_DEADLINE_S = 900.0
-_MODEL_LEN = 1024  # tokens of prompt and answer, as served
-_SIZE, _TRAINING = Size(), TargetTraining(150.0)
-_DRAFTER = TrainParams(epochs=6, steps=5, batch_tokens=16_000, checkpoint_every=3)
-
-
-@dataclass(frozen=True)
-class Bench:
-    """What a replay is made of; the defaults are those of one H200."""
-
-    work: Path
-    rows: Path | None = None
-    of: str = "smollm2-135m-instruct"  # whose tokenizer, template and answers
-    size: Size = _SIZE
-    training: TargetTraining = _TRAINING
-    int4: bool = True
-    dtype: str = "bfloat16"
-    prompts: int = 3000
-    heldout: int = 16
-    max_new_tokens: int = 128
-    concurrency: int = 128
-    draft_vocab_size: int = 8192
-    steps: int = 3  # K
-    drafter: TrainParams = _DRAFTER
-    engines: tuple[str, ...] = ("vllm", "sglang")
-    kinds: tuple[Kind | None, ...] = (None, *KINDS)  # arms of each engine; None: without a drafter
-    flags: dict[str, tuple[str, ...]] = field(default_factory=lambda: ENGINE_FLAGS)
-    fallback: bool = True  # an engine that does not start is tried with other settings
-    starts_at_once: int = 6
-
-    @property
-    def folder(self) -> Path:
-        """The target that is served."""
-        return self.work / ("target-int4" if self.int4 else "target")
-
-    def served(self) -> Target:
-        return open_target(str(self.folder))
-
-    def engine(self, engine: str, drafter: Path | None, most: int = 8) -> EngineConfig:
-        sglang = engine == "sglang"
-        return EngineConfig(
-            self.folder,
-            self.dtype,
-            max_model_len=min(_MODEL_LEN, self.size.positions),
-            max_num_seqs=most,
-            drafter=drafter,
-            num_speculative_tokens=self.steps,
-            engine="sglang" if sglang else "vllm",
-            attention_backend="triton" if sglang else None,
-            trust_remote_code=True,
-            memory_share=0.5 if sglang else None,
-            extra_flags=self.flags.get(engine, ()),
-        )
+# Seconds below which a step is not begun, the target's training apart.
+_LEAST_S = {"target": 30.0, "answers": 110.0, "train": 120.0, "serve": 110.0, "compare": 20.0}
+_STOPPING_S = 60.0  # from the clock's end to the end of a training's process
 
 
 def make_target(b: Bench) -> dict[str, Any]:
     """Step ``target``."""
     if b.rows is None or not b.rows.exists():
         raise UserError("no answers to learn from", expected="--rows answers.jsonl of phase 01")
+    if b.int4 and importlib.util.find_spec("compressed_tensors") is None:
+        raise UserError(
+            "compressed_tensors can't be imported here", expected="it reads the INT4 experts back",
+            next="put the package (vLLM's environment has it) on this Python's path",
+        )  # fmt: skip
     rows = [AnswerRow(**row) for row in read_jsonl(b.rows)]
     of, device = open_target(b.of), best_device()
     model = new_text_tower(b.size, of)
@@ -148,21 +95,51 @@ def make_answers(b: Bench) -> dict[str, Any]:
     }
     held = [p for p in first.values() if p.split == "heldout"][: 2 * b.heldout]
     asked = held + [p for p in first.values() if p.split == "train"][: b.prompts]
-    target = b.served()
+    failed: dict[str, Told] = {}
+    for engine in b.engines:
+        try:
+            with server_of(b, f"answers-{engine}", engine, None, b.concurrency) as server:
+                told = _answered(b, asked, engine, server.url)
+                ready_s = server.ready_after_s
+        except UserError as error:
+            failed[engine] = failure(error, b.work / f"answers-{engine}.log")
+            print(f"{engine}: {failed[engine]['failed']}", flush=True)
+        else:
+            return told | {"engine": engine, "ready_s": ready_s, "failed": failed}
+    write_json(b.work / "answers-failed.json", failed)
+    raise UserError("no engine serves the target", where=b.work / "answers-failed.json",
+                    expected=f"one of {', '.join(b.engines)}")  # fmt: skip
+
+
+class _Late(Exception):
+    pass
+
+
+def _answered(b: Bench, asked: list[Prompt], engine: str, url: str) -> Told:
+    """The held-out prompts come first, so what the clock leaves out is of the training ones."""
+    target, began_s = b.served(), time.monotonic()
     sampling = Sampling(b.max_new_tokens, 0.0, train_on_cut=True, stop_ids=tuple(target.stop_ids()))
-    config, log = b.engine("vllm", None, b.concurrency), b.work / "answers.log"
-    with EngineServer(config, log, fallback=b.fallback) as server:
-        started = time.perf_counter()
-        made = generate_answers(
-            asked, Client(server.url), b.work / "answers", sampling, concurrency=b.concurrency,
-            max_reject_share=0.5, target_fingerprint=target.fingerprint,
+    renderer = target_renderer(b.folder, trust_remote_code=True) if engine == "sglang" else None
+    by_the_clock = False
+
+    def look(_: AnswerRow) -> None:
+        if time.monotonic() - began_s > b.answer_s:
+            raise _Late
+
+    try:
+        generate_answers(
+            asked, Client(url, renderer=renderer), b.work / "answers", sampling,
+            concurrency=b.concurrency, max_reject_share=0.5, on_answer=look,
+            target_fingerprint=target.fingerprint,
         )  # fmt: skip
-        seconds = time.perf_counter() - started
-        ready_s = server.ready_after_s
+    except _Late:
+        by_the_clock = True
+    seconds, made = time.monotonic() - began_s, read_answers(b.work / "answers")
     tokens = sum(len(r.answer_token_ids) for r in made)
-    return {"answers": len(made), "tokens": tokens, "tokens_per_s": round(tokens / seconds),
+    return {"answers": len(made), "of": len(asked), "ended_by_the_clock": by_the_clock,
+            "tokens": tokens, "tokens_per_s": round(tokens / seconds),
             "stopped": sum(r.finish_reason == "stop" for r in made),
-            "looping": sum(r.looping for r in made), "ready_s": ready_s}  # fmt: skip
+            "looping": sum(r.looping for r in made)}  # fmt: skip
 
 
 def train_drafters(b: Bench) -> dict[str, Any]:
@@ -180,19 +157,20 @@ def train_drafters(b: Bench) -> dict[str, Any]:
     with ThreadPoolExecutor(len(KINDS)) as pool:
         found = dict(zip(KINDS, pool.map(lambda kind: _train(b, kind), KINDS), strict=True))
     for kind in KINDS:
-        drafter = trained_drafter(b.work / kind / "checkpoints" / "best", target)
+        drafter = trained_drafter(_checkpoint(b, kind), target)
 
         def build(folder: Path, drafter: Any = drafter) -> None:
             write_drafter(folder, drafter, DTYPES[b.dtype], target.config)
 
-        replace_folder(b.work / f"drafter-{kind}", build)
+        replace_folder(b.drafter_folder(kind), build)
     return {"states": asdict(states), "answer_tokens": sum(map(len, trained)), "slots": slots,
             "drafters": found}  # fmt: skip
 
 
 def _train(b: Bench, kind: Kind) -> dict[str, Any]:
     folder = b.work / kind
-    changes = {"target": str(b.folder), "drafter_kind": kind, "num_speculative_tokens": b.steps}
+    changes = {"target": str(b.folder), "drafter_kind": kind, "num_speculative_tokens": b.steps,
+               "max_minutes": min(b.train_s, b.left_s()) / 60}  # fmt: skip
     params = b.drafter.model_copy(update=changes)
     job = {"params": params.model_dump(mode="json"), "threads": 4 if best_device() != "cpu" else 1,
            "phase": str(folder), "states": str(b.work / "states"),
@@ -200,110 +178,82 @@ def _train(b: Bench, kind: Kind) -> dict[str, Any]:
     write_json(folder / "job.json", job)
     command = [sys.executable, "-m", "eagle3lib.training", str(folder / "job.json")]
     with Child(command, log=folder / "training.log") as child:
-        code = child.wait(_TRAIN_DEADLINE_S)
-        if code:
-            raise UserError(f"training died ({code}): {child.last_lines()}", where=child.log)
+        try:
+            code = child.wait(b.train_s + _STOPPING_S)
+        except subprocess.TimeoutExpired:
+            code = None
+        if code != 0:
+            what = "was not ready in time" if code is None else f"died ({code})"
+            raise UserError(f"training {what}: {child.last_lines()}", where=child.log)
     lines = read_jsonl(Folders(folder, folder, folder).metrics)
     updates = [line for line in lines if line["kind"] == "train"]
     judged = [line for line in lines if line["kind"] == "evaluation"][-1]
-    return {"updates": len(updates), "seconds": updates[-1]["seconds"], "heldout": judged["sets"],
+    return {"updates": len(updates), "of": updates[-1]["updates"],
+            "seconds": updates[-1]["seconds"], "heldout": judged["sets"],
+            "heldout_at_update": judged["update"],
             "tokens_per_s": updates[-1]["tokens_per_s"]}  # fmt: skip
 
 
-def serve_all(b: Bench) -> dict[str, Any]:
-    """Step ``serve``: all servers start at once and are asked in turn, so that none is timed beside
-    another's work; an arm that does not start is told, not died of."""
-    arms = [Arm(e, kind) for e in b.engines for kind in b.kinds]
-    held = [r for r in read_answers(b.work / "answers") if r.split == "heldout"][: b.heldout]
-    rows: list[RequestRow] = []
-    told: dict[str, Any] = {}
-    with contextlib.ExitStack() as opened, ThreadPoolExecutor(b.starts_at_once) as pool:
-        for arm, server in zip(arms, pool.map(lambda arm: _start(b, arm), arms), strict=True):
-            if isinstance(server, str):
-                told[arm.name] = {"failed": server}
-                continue
-            opened.callback(server.stop)
-            told[arm.name] = {"version": server.version, "ready_s": server.ready_after_s,
-                              "attempts": server.attempts}  # fmt: skip
-            arm.server = server
-        for arm in (arm for arm in arms if arm.server):
-            made = _ask(b, arm, held)
-            rows += made
-            seconds = sum(r.duration_s for r in made)
-            tokens = sum(len(r.answer_token_ids) for r in made)
-            told[arm.name] |= {"tokens": tokens, "tokens_per_s": round(tokens / seconds, 1)}
-
-    def write(path: Path) -> None:
-        path.write_bytes(b"".join(json_line(asdict(row)) for row in rows))
-
-    write_atomic(b.work / "requests.jsonl", write)
-    return told
+def _checkpoint(b: Bench, kind: Kind) -> Path:
+    """The best one; of a training that the clock ended before it was judged the last one."""
+    found = Folders(b.work / kind, b.work / kind, b.work / kind)
+    return found.best if has_checkpoint(found.best) else found.last
 
 
-@dataclass
-class Arm:
-    engine: str
-    kind: Kind | None
-    server: EngineServer | None = None
-
-    @property
-    def name(self) -> str:
-        return f"{self.engine} {self.kind or 'alone'}"
-
-
-def _start(b: Bench, arm: Arm) -> EngineServer | str:
-    drafter = b.work / f"drafter-{arm.kind}" if arm.kind else None
-    log = b.work / f"{arm.name.replace(' ', '-')}.log"
-    try:
-        return EngineServer(b.engine(arm.engine, drafter), log, fallback=b.fallback).start()
-    except UserError as error:
-        return str(error)[-1500:]
-
-
-def _ask(b: Bench, arm: Arm, held: list[AnswerRow]) -> list[RequestRow]:
-    assert arm.server is not None
-    cfg = BenchmarkParams(max_new_tokens=b.max_new_tokens, num_speculative_tokens=b.steps)
-    asker, point = Asker(cfg, b.folder, arm.engine, b.steps), Point(arm.engine, b.steps)
-    asker.row(arm.server, arm.name, held[0], point, 0, 0)  # what is compiled at first use
-    made = (asker.row(arm.server, arm.name, row, point, 0, 0) for row in held)
-    return [_with_rounds(row, b.steps) for row in made]
-
-
-def _with_rounds(row: RequestRow, steps: int) -> RequestRow:
-    """Rounds out of the chunks of a lone request, where the engine keeps no record of them."""
-    if row.accepted is not None or row.counts is None:
-        return row
-    accepted = [n - 1 for n in row.chunk_tokens[1:]]
-    return replace(row, accepted=accepted, drafted=[steps] * len(accepted))
-
-
-def compare_all(b: Bench) -> dict[str, Any]:
-    """Step ``compare``: each arm's rounds beside the simulator's along its own answers."""
-    rows = [RequestRow(**row) for row in read_jsonl(b.work / "requests.jsonl")]
+def compare_engine(b: Bench, engine: str) -> Told:
+    """Each arm's rounds beside the simulator's along its own answers."""
+    rows = [RequestRow(**row) for row in read_jsonl(requests_file(b, engine))]
     target, out = b.served(), {}
     states_of = _states_on(target, b.dtype, best_device())
-    for engine in b.engines:
-        alone = Arm(engine, None).name
-        plain = {r.prompt: r.answer_token_ids for r in rows if r.arm == alone}
-        for kind in KINDS:
-            name = Arm(engine, kind).name
-            told = [r for r in rows if r.arm == name and r.accepted is not None]
-            if told:
-                answers = replay_answers(
-                    told, target, b.work / f"drafter-{kind}", dtype=b.dtype, steps=b.steps,
-                    plain=plain, states_of=states_of,
-                )  # fmt: skip
-                out[name] = compare_counts(answers, b.steps, b.dtype)
-                out[name]["engine_counts"] = _summed(told)
+    alone = Arm(engine, None).name
+    plain = {r.prompt: r.answer_token_ids for r in rows if r.arm == alone}
+    for kind in KINDS:
+        name = Arm(engine, kind).name
+        told = [r for r in rows if r.arm == name and r.accepted is not None]
+        if told:
+            answers = replay_answers(
+                told, target, b.drafter_folder(kind), dtype=b.dtype, steps=b.steps, plain=plain,
+                states_of=states_of,
+            )  # fmt: skip
+            out[name] = compare_counts(answers, b.steps, b.dtype)
+            out[name]["engine_counts"] = _summed(told)
     return out
+
+
+def serve_all(b: Bench) -> Told:
+    """Step ``serve``: one engine after the other; what no longer fits waits for the next run."""
+    return _each_engine(b, "serve", serve_engine, b.engines)
+
+
+def compare_all(b: Bench) -> Told:
+    """Step ``compare``, of the engines that were served."""
+    served = [engine for engine in b.engines if requests_file(b, engine).exists()]
+    return _each_engine(b, "compare", compare_engine, served)
+
+
+def _each_engine(
+    b: Bench, step: str, work: Callable[[Bench, str], Told], engines: Iterable[str]
+) -> Told:
+    told: Told = {}
+    for engine in engines:
+        done = b.work / f"{step}-{engine}.json"
+        if not done.exists():
+            if b.left_s() < _LEAST_S[step]:
+                print(f"{step} {engine}: {_no_time(b, step)}", flush=True)
+                continue
+            write_json(done, work(b, engine))
+        told |= read_json(done)
+    return told
 
 
 def summary_rows(b: Bench) -> list[dict[str, Any]]:
     """One line an arm: what the engine counted beside the simulator, and its speed beside the
     engine alone."""
-    served, compared = (read_json(b.work / f"{name}.json") for name in ("serve", "compare"))
     lines = []
-    for engine in b.engines:
+    for engine in (e for e in b.engines if (b.work / f"serve-{e}.json").exists()):
+        compare = b.work / f"compare-{engine}.json"
+        served = read_json(b.work / f"serve-{engine}.json")
+        compared = read_json(compare) if compare.exists() else {}
         alone = served.get(Arm(engine, None).name, {}).get("tokens_per_s")
         for kind in b.kinds:
             name = Arm(engine, kind).name
@@ -330,20 +280,30 @@ def _states_on(target: Target, dtype: str, device: str) -> StatesOf:
     return lambda ids, slots: forward_states(model, [ids], slots)[0]
 
 
-STEPS: dict[str, Callable[[Bench], dict[str, Any]]] = {
+STEPS: dict[str, Callable[[Bench], Told]] = {
     "target": make_target, "answers": make_answers, "train": train_drafters, "serve": serve_all,
     "compare": compare_all,
 }  # fmt: skip
 
 
-def run_step(b: Bench, name: str) -> dict[str, Any]:
-    """What step ``name`` tells, from its file when it was done before."""
+def run_step(b: Bench, name: str) -> Told:
+    """What step ``name`` tells, from its file when it was done before. Raises ``UserError`` for one
+    that the minutes left don't hold."""
+    if name in ("serve", "compare"):  # kept for each engine
+        return STEPS[name](b)
     done = b.work / f"{name}.json"
     if not done.exists():
-        started = time.monotonic()
+        least_s = _LEAST_S[name] + (b.training.seconds if name == "target" else 0.0)
+        if b.left_s() < least_s:
+            raise UserError(f"{name}: {_no_time(b, name)}", next="the same command again")
+        started_s = time.monotonic()
         told = STEPS[name](b)
-        write_json(done, told | {"step_s": round(time.monotonic() - started, 1)})
+        write_json(done, told | {"step_s": round(time.monotonic() - started_s, 1)})
     return read_json(done)
+
+
+def _no_time(b: Bench, step: str) -> str:
+    return f"not begun, {max(b.left_s(), 0):.0f} of {60 * b.minutes:.0f} s are left for it"
 
 
 def main() -> int:
@@ -351,9 +311,11 @@ def main() -> int:
     parser.add_argument("work", type=Path)
     parser.add_argument("steps", nargs="+", choices=list(STEPS))
     parser.add_argument("--rows", type=Path, help="answers.jsonl of phase 01")
+    parser.add_argument("--of", default=Bench.of, help="whose tokenizer: a folder, or a known name")
     parser.add_argument("--seconds", type=float, default=150.0, help="to train the target")
     parser.add_argument("--prompts", type=int, default=3000, help="prompts the target answers")
     parser.add_argument("--engines", default="vllm,sglang")
+    parser.add_argument("--minutes", type=float, default=0.0, help="for all steps, 0 is no limit")
     parser.add_argument("--bf16", action="store_true", help="serve the target before packing")
     parser.add_argument("--flag", action="append", default=[], help="ENGINE=FLAG, added to it")
     told = parser.parse_args()
@@ -361,6 +323,7 @@ def main() -> int:
     bench = Bench(
         told.work, told.rows, training=TargetTraining(told.seconds), prompts=told.prompts,
         engines=tuple(told.engines.split(",")), int4=not told.bf16, flags=flags,
+        minutes=told.minutes, of=told.of,
     )  # fmt: skip
     told.work.mkdir(parents=True, exist_ok=True)
     torch.set_float32_matmul_precision("high")
@@ -370,6 +333,8 @@ def main() -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
+    for line in summary_rows(bench):
+        print(line)
     return 0
 
 

@@ -1,7 +1,9 @@
 """The small target in Kimi-K2.5's form: what it is made of, what it learns, how it is served."""
 
 import json
+import threading
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,15 +11,13 @@ from safetensors.torch import load_file
 from tiny import save_target
 
 from eagle3lib.data.rows import AnswerRow, json_line
-from eagle3lib.diagnose.kimi_bench import (
-    Bench,
-    compare_all,
-    serve_all,
-    summary_rows,
-    train_drafters,
-)
+from eagle3lib.diagnose import kimi_bench, kimi_serve
+from eagle3lib.diagnose.kimi_bench import compare_engine, run_step, summary_rows, train_drafters
+from eagle3lib.diagnose.kimi_serve import Arm, _ask, serve_engine
+from eagle3lib.diagnose.kimi_setting import Bench
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.params import TrainParams
+from eagle3lib.measure.arms import RequestRow
 from eagle3lib.target.folder import open_target
 from eagle3lib.target.int4 import KIMI_IGNORES, pack_int4, quantised
 from eagle3lib.target.kimi_shaped import Size, new_text_tower, save_kimi_shaped
@@ -127,11 +127,77 @@ def test_the_summary_sets_each_arm_beside_its_own_engine_alone(tmp_path):
     lengths = {"engine": {"acceptance_length": 1.5}, "simulator": {"acceptance_length": 1.4},
                "rounds_equal": 9, "rounds_compared": 10, "largest_parted_gap": None}  # fmt: skip
     for name, told in (("serve", served), ("compare", {"vllm llama": lengths})):
-        (tmp_path / f"{name}.json").write_text(json.dumps(told))
-    alone, llama, mla = summary_rows(Bench(tmp_path, engines=("vllm",)))
+        (tmp_path / f"{name}-vllm.json").write_text(json.dumps(told))
+    alone, llama, mla = summary_rows(Bench(tmp_path, engines=("vllm", "sglang")))
     assert (alone["speed_up"], llama["speed_up"], mla["speed_up"]) == (1.0, 1.5, None)
     assert (llama["engine"], llama["simulator"], llama["rounds_equal"]) == (1.5, 1.4, 9)
     assert mla["failed"] == "why" and "engine" not in mla
+
+
+def test_a_step_that_no_longer_fits_is_not_begun_and_what_is_done_is_kept(tmp_path, capsys):
+    (tmp_path / "answers.json").write_text('{"answers": 3}')
+    (tmp_path / "serve-vllm.json").write_text('{"vllm alone": {"tokens_per_s": 5.0}}')
+    b = Bench(tmp_path, minutes=0.1)  # six seconds
+    assert run_step(b, "answers") == {"answers": 3}
+    with pytest.raises(UserError, match=r"train: not begun, [56] of 6 s are left"):
+        run_step(b, "train")
+    assert run_step(b, "serve") == {"vllm alone": {"tokens_per_s": 5.0}}
+    assert "serve sglang: not begun" in capsys.readouterr().out
+    assert Bench(tmp_path).left_s() == float("inf")
+
+
+def test_an_engine_that_can_not_answer_is_kept_with_its_log_and_the_next_one_asked(
+    tmp_path, monkeypatch
+):
+    """Both fail here: the bench says so, and keeps why."""
+    rows = tmp_path / "answers.jsonl"
+    row = AnswerRow("0" * 16, "workload", "train", [{"role": "user", "content": "a"}], [1], [2],
+                    "", "stop")  # fmt: skip
+    rows.write_bytes(json_line(asdict(row)))
+
+    class Dead:
+        def __init__(self, log):
+            self.log = log
+
+        def __enter__(self):
+            self.log.write_text("loading\nValueError: no kernel for this\n")
+            raise UserError(f"{self.log.stem} died")
+
+        def __exit__(self, *_):
+            raise AssertionError("it never started")
+
+    monkeypatch.setattr(kimi_bench, "server_of", lambda b, name, *_: Dead(b.work / f"{name}.log"))
+    with pytest.raises(UserError, match="no engine serves the target"):
+        run_step(Bench(tmp_path, rows), "answers")
+    kept = json.loads((tmp_path / "answers-failed.json").read_text())
+    assert list(kept) == ["vllm", "sglang"]
+    assert kept["sglang"]["failed"].endswith("answers-sglang died")
+    assert "no kernel for this" in kept["sglang"]["log_end"]
+
+
+def test_an_arm_that_stops_answering_keeps_what_it_answered(tmp_path, monkeypatch):
+    """A server that goes silent after its second answer: the clock ends the wait, not a stream's
+    own ten minutes."""
+    silent, asked = threading.Event(), []
+
+    class Asking:
+        def __init__(self, *_):
+            pass
+
+        def row(self, server, arm, prompt, point, repeat, visit):
+            asked.append(prompt)
+            if len(asked) > 3:  # one of them warms up
+                silent.wait(30)
+            return RequestRow(arm, "workload", "p", 0, [1], [2, 3], "stop", 0.5, None, None)
+
+    monkeypatch.setattr(kimi_serve, "Asker", Asking)
+    log = tmp_path / "vllm-alone.log"
+    log.write_text("ready\n")
+    arm, told = Arm("vllm", None, SimpleNamespace(log=log)), {}
+    made = _ask(Bench(tmp_path, ask_s=0.3), arm, [None] * 5, told)
+    silent.set()
+    assert len(made) == told["answers"] == 2 and told["tokens_per_s"] == 4.0
+    assert "not answered within" in told["failed"] and told["log_end"] == "ready\n"
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +213,7 @@ def drafted(made):
     bench = Bench(
         folder, size=SIZE, dtype="float32", int4=False, heldout=6, max_new_tokens=40,
         draft_vocab_size=256, engines=("vllm",), fallback=False, starts_at_once=1,
-        flags={"vllm": ("--language-model-only",)},
+        flags={"vllm": ("--language-model-only",)}, start_s=600.0, ask_s=400.0, train_s=900.0,
         drafter=TrainParams(epochs=60, steps=3, batch_tokens=5000, checkpoint_every=60,
                             precision="float32", learning_rate=2e-3),
     )  # fmt: skip
@@ -168,7 +234,7 @@ def drafted(made):
 def test_vllms_rounds_are_the_simulators(drafted, monkeypatch, kind, dtype, disable, least):
     monkeypatch.setenv("VLLM_MLA_DISABLE", disable)
     b = replace(drafted, dtype=dtype, kinds=(kind,))
-    served, compared = serve_all(b), compare_all(b)
+    served, compared = serve_engine(b, "vllm"), compare_engine(b, "vllm")
     assert list(compared) == [f"vllm {kind}"], served
     found = compared[f"vllm {kind}"]
     print(found)
