@@ -20,7 +20,9 @@ class BenchmarkParams(PhaseParams):
     general_prompts: int = Field(8, ge=0, description="held-out prompts of the general set")
     repeats: int = Field(3, ge=1, description="times that every prompt is asked of every arm")
     max_new_tokens: int = Field(96, ge=4, description="longest answer, in tokens")
-    dtype: Dtype = Field("bfloat16", description="bfloat16 or float32, as served")
+    dtype: Dtype = Field(
+        "bfloat16", description="bfloat16, float32, or auto for the fast one here, as served"
+    )
     max_model_len: int = Field(1024, ge=16, description="longest conversation served, in tokens")
     compile: bool = Field(False, description="let the engine compile its graphs, slow to start")
     trust_remote_code: bool = Field(

@@ -35,6 +35,23 @@ def free_cores(sample_s: float = 0.5) -> int:
     return max(1, min(cores(), round(cores() - busy)))
 
 
+# Of /proc/cpuinfo: Intel's and AMD's products of bfloat16 (vLLM's kernels need no more than AVX-512
+# itself, and convert), and Arm's.
+_BFLOAT16_FLAGS = {"avx512f", "avx512_bf16", "amx_bf16", "bf16"}
+
+
+def multiplies_in_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether bfloat16 is the fast type here: on an NVIDIA GPU, and on a CPU with instructions for
+    it. With AVX2 alone vLLM and torch emulate it, several times slower than float32."""
+    if Path("/dev/nvidiactl").exists() or not cpuinfo.exists():
+        return True
+    for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+        name, _, flags = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return bool(_BFLOAT16_FLAGS & set(flags.split()))
+    return True
+
+
 # Of malloc.h: never take memory of its own from the kernel for one allocation; give nothing back.
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 _NEVER = 2**31 - 1

@@ -83,7 +83,9 @@ class GenerateParams(PhaseParams):
     )
     concurrency: int = Field(16, ge=1, le=1024, description="requests in flight at once")
     timeout_s: float = Field(600.0, gt=0, description="longest wait for one answer, in seconds")
-    dtype: Dtype = Field("bfloat16", description="bfloat16 or float32, as served")
+    dtype: Dtype = Field(
+        "bfloat16", description="bfloat16, float32, or auto for the fast one here, as served"
+    )
     max_model_len: int = Field(1024, ge=16, description="longest conversation served, in tokens")
     engine: Literal["vllm", "sglang"] = Field("vllm", description="vllm or sglang, when one starts")
     engine_settings: str = Field("", description=ENGINE_SETTINGS)
@@ -129,7 +131,7 @@ class CaptureParams(PhaseParams):
         "disk", description="disk, or live (a few are stored as a proof, training makes its own)"
     )
     dtype: Dtype = Field(
-        "bfloat16", description="bfloat16 or float32, of the target and the states"
+        "bfloat16", description="bfloat16, float32 or auto, of the target and the states"
     )
     source: Literal["transformers", "vllm"] = Field(
         "transformers", description="transformers in this process, or vllm, a server beside it"
@@ -234,7 +236,7 @@ class TrainParams(PhaseParams):
     weight_decay: float = Field(0.01, ge=0, description="decoupled weight decay of matrices")
     max_grad_norm: float = Field(1.0, gt=0, description="gradient clipping, global norm")
     precision: Dtype = Field(
-        "bfloat16", description="bfloat16 or float32, of the products, weights stay float32"
+        "bfloat16", description="bfloat16, float32 or auto, of the products, weights stay float32"
     )
     warm_start: str = Field(
         "", description="folder of a drafter to start from, empty starts from the target's head"

@@ -7,10 +7,11 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     PrivateAttr,
@@ -19,9 +20,17 @@ from pydantic import (
 )
 
 from eagle3lib.lab.errors import UserError
-from eagle3lib.lab.machine import ROOT
+from eagle3lib.lab.machine import ROOT, multiplies_in_bfloat16
 
-Dtype = Literal["bfloat16", "float32"]
+
+def _settled(dtype: Any) -> Any:
+    if dtype != "auto":
+        return dtype
+    return "bfloat16" if multiplies_in_bfloat16() else "float32"
+
+
+# "auto" is settled where the parameters are read, so that manifests and artefacts hold the answer.
+Dtype = Annotated[Literal["bfloat16", "float32"], BeforeValidator(_settled)]
 # What `eagle3 run` tells a notebook: JSON of parameter -> where its value comes from.
 SOURCES_VARIABLE = "EAGLE3_PARAMETER_SOURCES"
 ENGINE_SETTINGS = "NAME-and-value words, see eagle3 serve --settings"

@@ -1,0 +1,38 @@
+"""Which number type is the fast one here, and what "auto" of the parameters becomes."""
+
+import pytest
+
+from eagle3lib.lab import phase_params
+from eagle3lib.lab.machine import multiplies_in_bfloat16
+from eagle3lib.lab.params import BenchmarkParams, GenerateParams, TrainParams
+
+
+@pytest.mark.parametrize(
+    ("text", "fast"),
+    [
+        ("processor : 0\nflags\t\t: fpu sse2 avx avx2 fma\n", False),
+        ("flags\t\t: fpu avx2 avx512f avx512_bf16\n", True),
+        ("flags\t\t: fpu avx512f\n", True),
+        ("Features\t: fp asimd bf16 i8mm\n", True),
+        ("Features\t: fp asimd\n", False),
+        ("nothing known\n", True),
+    ],
+)
+def test_bfloat16_needs_instructions(tmp_path, monkeypatch, text, fast):
+    (tmp_path / "cpuinfo").write_text(text)
+    assert multiplies_in_bfloat16(tmp_path / "cpuinfo") == fast
+    assert multiplies_in_bfloat16(tmp_path / "none")
+
+
+@pytest.mark.parametrize(("fast", "dtype"), [(True, "bfloat16"), (False, "float32")])
+def test_auto_is_settled_where_parameters_are_read(monkeypatch, fast, dtype):
+    monkeypatch.setattr(phase_params, "multiplies_in_bfloat16", lambda: fast)
+    for kind, name in (
+        (GenerateParams, "dtype"),
+        (BenchmarkParams, "dtype"),
+        (TrainParams, "precision"),
+    ):
+        settled = kind.checked({name: "auto"}, "test")
+        assert getattr(settled, name) == dtype
+        assert "auto" not in settled.model_dump(mode="json")[name]
+        assert getattr(kind.checked({name: "float32"}, "test"), name) == "float32"
