@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import zlib
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -101,7 +102,12 @@ class Asker:
             has_drafter = server.config.drafter is not None
             steps = self.steps if has_drafter else None
             return stream_ids(server.url, self._renderer, asked, steps=steps, **options)
-        return stream_chat(server.url, asked, **options)
+        streamed = stream_chat(server.url, asked, **options)
+        if streamed.counts is None and server.config.drafter and point.concurrency == 1:
+            # Without a record of the engine a lone request's chunks are its rounds.
+            with contextlib.suppress(BrokenRecord):  # merged on their way: rounds are unknown
+                return replace(streamed, counts=chunk_counts(streamed.chunk_tokens, self.steps))
+        return streamed
 
     def _whole(self, server: EngineServer, asked: Asked, options: dict[str, Any]) -> Streamed:
         client = self._clients.setdefault(
@@ -123,16 +129,11 @@ class Asker:
         repeat: int,
         visit: int,
     ) -> RequestRow:
-        """Ask and record; without a record of the engine a lone request's chunks are its rounds."""
+        """Ask and record."""
         started_s = time.time()
         seed = repeat if point.temperature > 0 else None
         streamed = self.ask(server, prompt, point, self.cfg.max_new_tokens, seed)
         answer, counts = streamed.answer, streamed.counts
-        if counts is None and server.config.drafter is not None and point.concurrency == 1:
-            try:
-                counts = chunk_counts(streamed.chunk_tokens, point.steps)
-            except BrokenRecord:  # merged on their way: the report says that rounds are unknown
-                counts = None
         return RequestRow(
             arm=arm,
             set=prompt.set,
