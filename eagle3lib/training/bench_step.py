@@ -71,7 +71,7 @@ class Bench:
             normed = torch.randn(count, o.hidden, dtype=torch.bfloat16)
             logsumexp = torch.full((count,), 12.0)
         greedy = torch.randint(o.draft_vocab, (count,))
-        return Batch([], rows.to("cuda"), states, normed), Labels(normed, greedy, logsumexp)
+        return Batch([], rows.to("cuda"), states, normed, rows), Labels(normed, greedy, logsumexp)
 
     def update(self) -> None:
         self.replica.start()
