@@ -27,6 +27,7 @@ from eagle3lib.lab.files import write_text
 from eagle3lib.lab.machine import ROOT
 from eagle3lib.lab.params import PHASES
 from eagle3lib.measure.arms import RequestRow
+from eagle3lib.measure.profile import ArmProfile
 from eagle3lib.target.states import StateEntry
 
 FOLDER = ROOT / "docs" / "reference"
@@ -38,6 +39,7 @@ _ARTEFACTS: dict[str, tuple[type, ...]] = {
     "06_benchmark_serving/requests.jsonl, sweeps.jsonl": (RequestRow, RoundCounts),
     "06_benchmark_serving/outside.jsonl, beside arm, point and prompts": (BenchServe,),
     "07_diagnose_acceptance/findings.json, under findings": (Cause,),
+    "profile/profile.json of eagle3 profile, under arms": (ArmProfile,),
     "outputs/.servers/ID.json": (ServerState,),
 }
 
