@@ -43,16 +43,23 @@ TERMS = {
 }
 
 
-def benchmarked_device(cfg: PlanParams, folder: Path) -> Device:
+def benchmarked_device(cfg: PlanParams, folder: Path, dtype: str) -> Device:
     """The device that the benchmark ran on: ``cfg.gpu``, or with ``auto`` what its run's manifest
-    names. A CPU's bandwidth and matrix peak are measured now (2 s) unless they are given.
+    names. A CPU's bandwidth and matrix peak in ``dtype`` are measured now (2 s) unless they are
+    given.
 
-    Raises ``UserError`` where they would be measured on another CPU than the benchmark's.
+    Raises ``UserError`` where they would be measured on another CPU than the benchmark's, and for a
+    GPU that served float32, of which the table has no figure.
     """
     manifest, here = folder.parent / "manifest.json", describe_machine()
     machine = read_json(manifest)["machine"] if manifest.exists() else here
     device = choose_device(cfg, machine)
     if not device.is_cpu:
+        if dtype != "bfloat16" and not cfg.tflops:
+            raise UserError(
+                f"the benchmark served {dtype}", where=folder, next="set parameter tflops",
+                expected=f"bfloat16, of which a {device.name}'s FLOP/s are known",
+            )  # fmt: skip
         return device
     if machine["cpu"] != here["cpu"] and not (cfg.bandwidth_gb_per_s and cfg.tflops):
         raise UserError(
@@ -62,17 +69,23 @@ def benchmarked_device(cfg: PlanParams, folder: Path) -> Device:
         )  # fmt: skip
     if cfg.tflops:
         return device
-    return replace(device, flops_per_s=gemm_peak(cores(), "bfloat16"))
+    return replace(device, flops_per_s=gemm_peak(cores(), dtype))
 
 
-def benchmarked_setting(shape: Shape, device: Device, devices: int, drafter: Path) -> Setting:
-    """The plan's cost model of this target, machine and drafter; its context is set per load."""
+def benchmarked_setting(
+    shape: Shape, device: Device, devices: int, drafter: Path, dtype: str
+) -> Setting:
+    """The plan's cost model of this target as served, the machine and the drafter; its context is
+    set per load."""
     config = read_drafter_config(drafter, shape.layers)
-    plain = Setting.of(
-        shape, device, devices=devices, draft_vocab_size=config.draft_vocab_size, context_tokens=0
+    text = {key: value for key, value in shape.config.items() if key != "text_config"}
+    served = Shape(text | {"dtype": dtype})
+    setting = Setting.of(
+        served, device, devices=devices, draft_vocab_size=config.draft_vocab_size, context_tokens=0
     )
-    width = config.intermediate_size
-    return replace(plain, drafter=DrafterShape(shape, config.draft_vocab_size, width))
+    drafter_shape = DrafterShape(served, config.draft_vocab_size, config.intermediate_size)
+    element_bytes = 4 if dtype == "float32" else 2
+    return replace(setting, drafter=drafter_shape, element_bytes=element_bytes)
 
 
 def calibrated_at(setting: Setting, load: Load, steps: int) -> Setting:
@@ -119,7 +132,7 @@ def roofline_lines(loads: Sequence[Load], planned: Setting, steps: int) -> list[
                 "cost": round(load.cost, 4),
                 **arms,
                 **models,
-                "terms": _terms(fitted, load, steps, models["calibrated"]["cost"]),
+                "terms": _terms(fitted, load, steps),
                 "layer_us": round(1e6 * fitted.device.layer_s, 2),
                 "host_us": round(1e6 * fitted.host_s, 1),
             }
@@ -136,9 +149,10 @@ def _arm_line(setting: Setting, pace: Pace, tau: float, steps: int) -> Line:
         "tokens_per_s": round(pace.tokens_per_s, 1),
         "in_flight": round(pace.in_flight, 2),
         "step_ms": round(1e3 * pace.step_s, 4),
-        "chunks_per_s": round(pace.chunks_per_s, 1),
         "bytes_per_token": {name: round(size / tokens) for name, size in read.items()},
         "flops_per_token": round(flops / tokens),
+        "read_gb_per_s": round(sum(read.values()) / tokens * pace.tokens_per_s / 1e9, 2),
+        "tflops": round(flops / tokens * pace.tokens_per_s / 1e12, 4),
         "bandwidth_limit": round(limits["bandwidth"], 1),
         "compute_limit": round(limits["compute"], 1),
         "share_of_limit": round(pace.tokens_per_s / min(limits.values()), 4),
@@ -192,7 +206,7 @@ def _modelled(setting: Setting, load: Load, steps: int) -> Line:
     }
 
 
-def _terms(fitted: Setting, load: Load, steps: int, modelled_cost: float) -> dict[str, float]:
+def _terms(fitted: Setting, load: Load, steps: int) -> dict[str, float]:
     """What a round costs beyond a plain step, in plain steps: the model's parts, what was measured
     beyond them, and what the speed-up loses outside the rounds. They sum to tau / speed-up - 1."""
     plain = fitted.step_parts(load.plain.in_flight)
@@ -222,12 +236,15 @@ def lines_table(lines: Sequence[Line]) -> list[Line]:
             "step, plan": line["planned"]["step_ms"],
             "round, ms": line["drafted"]["step_ms"],
             "round, plan": line["planned"]["round_ms"],
+            **{
+                f"{what}, {name}": line[arm][key]
+                for arm, name in (("plain", "alone"), ("drafted", "drafter"))
+                for what, key in (("GB/s", "read_gb_per_s"), ("TFLOP/s", "tflops"))
+            },
             "of the limit, alone": f"{line['plain']['share_of_limit']:.1%}",
             "of the limit, drafter": f"{line['drafted']['share_of_limit']:.1%}",
             "layer_us": line["layer_us"],
             "host_us": line["host_us"],
-            "chunks/s alone": line["plain"]["chunks_per_s"],
-            "chunks/s drafter": line["drafted"]["chunks_per_s"],
             "rounds from": line["rounds_from"],
         }
         for line in lines

@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 import pytest
 from public_shapes import LLAMA_8B
 
+from eagle3lib.drafter.config import DrafterConfig
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import write_json
 from eagle3lib.lab.params import PlanParams
@@ -19,6 +20,7 @@ from eagle3lib.plan.roofline import (
     UNKNOWN,
     all_limits,
     benchmarked_device,
+    benchmarked_setting,
     end_of_gain,
     lines_table,
     roofline_lines,
@@ -135,6 +137,8 @@ def test_what_a_token_moves_counted_by_hand(tmp_path):
     assert first["plain"]["flops_per_token"] == pytest.approx(weights + attention, rel=1e-4)
     assert first["drafted"]["bytes_per_token"]["weights"] == pytest.approx(weights / 2, rel=1e-4)
     assert first["drafted"]["flops_per_token"] > 1.99 * first["plain"]["flops_per_token"]
+    reached = sum(last["plain"]["bytes_per_token"].values()) * last["plain"]["tokens_per_s"]
+    assert last["plain"]["read_gb_per_s"] == pytest.approx(reached / 1e9, rel=1e-3)
     curves = all_limits(setting(), measured_loads(tmp_path, OWN), STEPS)["vllm"]
     assert curves["plain"][0]["bandwidth"] == pytest.approx(
         first["plain"]["bandwidth_limit"], rel=1e-4
@@ -176,11 +180,28 @@ def test_rounds_that_an_engine_tells_for_a_lone_request_only_are_taken_from_ther
         measured_loads(benchmark(tmp_path, slow(), (8, 64), told=lambda load: False), OWN)
 
 
+def test_of_many_in_flight_a_few_streams_tell_the_time_of_a_step(tmp_path):
+    """The benchmark reads about eight as streams; the others' answers come whole."""
+    folder = benchmark(tmp_path, slow())
+    whole = measured_loads(folder, OWN)
+    lines = [json.loads(x) for x in (folder / "sweeps.jsonl").read_text().splitlines()]
+    for line in lines:
+        if line["concurrency"] == 64 and line["prompt"] not in ("p3", "p7"):
+            line |= {"chunk_s": [], "chunk_tokens": []}
+    (folder / "sweeps.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    few = measured_loads(folder, OWN)[2]
+    assert few.plain.step_s == pytest.approx(whole[2].plain.step_s)
+    assert few.drafted.step_s == pytest.approx(whole[2].drafted.step_s)
+    assert few.plain.tokens_per_s == whole[2].plain.tokens_per_s
+    none = [x | {"chunk_s": []} for x in lines]
+    (folder / "sweeps.jsonl").write_text("".join(json.dumps(x) + "\n" for x in none))
+    with pytest.raises(UserError, match="at 8 in flight was streamed"):
+        measured_loads(folder, OWN)
+
+
 def test_what_cannot_be_read_is_said(tmp_path):
     with pytest.raises(UserError, match="no requests of 'own drafter'"):
         measured_loads(benchmark(tmp_path / "a", slow(), arm=REFERENCE), OWN)
-    with pytest.raises(UserError, match="float32"):
-        measured_loads(benchmark(tmp_path / "b", slow(), dtype="float32"), OWN)
 
 
 def test_the_device_is_the_one_that_the_run_names(tmp_path):
@@ -188,13 +209,29 @@ def test_the_device_is_the_one_that_the_run_names(tmp_path):
     folder = tmp_path / "06_benchmark_serving"
     gpu = {"name": "NVIDIA H200", "memory_bytes": 141 * 10**9}
     write_json(tmp_path / "manifest.json", {"machine": {"gpus": [gpu], "cpu": "x", "cores": 2}})
-    assert benchmarked_device(PlanParams(), folder).name == "h200"
+    assert benchmarked_device(PlanParams(), folder, "bfloat16").name == "h200"
+    with pytest.raises(UserError, match="served float32"):
+        benchmarked_device(PlanParams(), folder, "float32")
     other = {"gpus": [], "cpu": "another", "cores": 2, "memory_available_bytes": 10**9}
     write_json(tmp_path / "manifest.json", {"machine": other})
     with pytest.raises(UserError, match="another"):
-        benchmarked_device(PlanParams(bandwidth_gb_per_s=50), folder)
-    given = benchmarked_device(PlanParams(bandwidth_gb_per_s=50, tflops=0.4), folder)
+        benchmarked_device(PlanParams(bandwidth_gb_per_s=50), folder, "float32")
+    given = benchmarked_device(PlanParams(bandwidth_gb_per_s=50, tflops=0.4), folder, "float32")
     assert (given.bandwidth_bytes_per_s, given.flops_per_s) == (50e9, 0.4e12)
+
+
+def test_float32_is_twice_the_bytes_and_the_drafters_own_width_counts(tmp_path):
+    shape = Shape(LLAMA_8B)
+    config = DrafterConfig.for_target(LLAMA_8B, 32_000, intermediate_size=1024)
+    (tmp_path / "config.json").write_text(json.dumps(config.as_hf_config("bfloat16")))
+    found = {
+        dtype: benchmarked_setting(shape, GPUS["h200"], 1, tmp_path, dtype)
+        for dtype in ("bfloat16", "float32")
+    }
+    two, four = (replace(s, context_tokens=100).round_bytes(4, 3) for s in found.values())
+    assert all(four[part] == pytest.approx(2 * two[part]) for part in two)
+    numbers = 4096 * 32_000 + config.layer_parameters
+    assert found["bfloat16"].draft_bytes(1) == 2 * numbers
 
 
 def test_every_figure_holds_both_engines(tmp_path):

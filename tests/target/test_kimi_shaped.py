@@ -102,7 +102,7 @@ def rows_of(model, prompts, tokens, split="train"):
 def test_a_small_target_learns_its_rows_by_heart(of):
     rows = [AnswerRow(f"{i:016x}", "workload", split, [], [1, 5 + i], [20 + i, 40 + i, 60 + i, 2],
                       "", "stop") for split in ("train", "heldout") for i in range(4)]  # fmt: skip
-    how = TargetTraining(600.0, batch_tokens=64, learning_rate=5e-3, most_updates=40)
+    how = TargetTraining(1e9, batch_tokens=64, learning_rate=5e-3, most_updates=40)
     model = new_text_tower(SIZE, of)
     biases = [b for n, b in model.named_buffers() if "correction" in n]
     assert not any(b.any() for b in biases)
@@ -173,6 +173,18 @@ def test_an_engine_that_can_not_answer_is_kept_with_its_log_and_the_next_one_ask
     assert list(kept) == ["vllm", "sglang"]
     assert kept["sglang"]["failed"].endswith("answers-sglang died")
     assert "no kernel for this" in kept["sglang"]["log_end"]
+
+
+def test_a_kind_that_can_not_be_trained_is_told_and_its_arm_not_started(tmp_path, monkeypatch):
+    def train(b, kind):
+        raise UserError(f"training of {kind} died")
+
+    monkeypatch.setattr(kimi_bench, "_train", train)
+    b = Bench(tmp_path)
+    assert kimi_bench._train_or_tell(b, "mla") == {"failed": "training of mla died"}
+    told = {}
+    assert kimi_serve._start(b, Arm("vllm", "mla"), told).server is None
+    assert "no drafter of type mla" in told["failed"]
 
 
 def test_an_arm_that_stops_answering_keeps_what_it_answered(tmp_path, monkeypatch):
