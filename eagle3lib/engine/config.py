@@ -60,6 +60,7 @@ class EngineConfig:
     p2p: bool = True  # False: NCCL copies through host memory
     trace_folder: Path | None = None  # its own profiler stands by, and writes traces here
     trace_stacks: bool = False  # Python's calls too: slower, and told apart what no scope tells
+    modules: Path | None = None  # a folder of modules that its process may import
 
     @property
     def gpus(self) -> int:
@@ -184,4 +185,7 @@ def shared_environment(config: EngineConfig) -> dict[str, str]:
         env["HF_HUB_OFFLINE"] = "1"
     if not config.p2p:
         env["NCCL_P2P_DISABLE"] = "1"
+    if config.modules is not None:
+        before = os.environ.get("PYTHONPATH")
+        env["PYTHONPATH"] = os.pathsep.join([str(config.modules), *([before] if before else [])])
     return env
