@@ -44,7 +44,8 @@ class Variant:
 @dataclass(frozen=True)
 class Outcome:
     """One line of the table. ``gain`` is accepted drafts a base position beyond the drafter as
-    exported, paired, with its standard error over answers."""
+    exported, paired, with its standard error over answers. ``up_to``: (rounds equal, rounds) when
+    only the first 1, 2, ... K - 1 drafts of each round are looked at."""
 
     cause: str
     label: str
@@ -54,6 +55,7 @@ class Outcome:
     gain: float
     gain_error: float
     accepted: tuple[int, ...]  # at every base position of all answers, end to end
+    up_to: tuple[tuple[int, int], ...] = ()
 
     @property
     def equal_share(self) -> float:
@@ -142,8 +144,24 @@ def wider_variants(layers: int) -> list[Variant]:
 def is_explained(table: Sequence[Outcome]) -> bool:
     """Whether a variant leaves a tenth of the differing rounds at most; the drafter as exported
     comes first."""
-    plain, most = table[0], max((o.rounds_equal for o in table[1:]), default=0)
-    return plain.rounds - most <= 0.1 * (plain.rounds - plain.rounds_equal)
+    most = max((o.rounds_equal for o in table[1:]), default=0)
+    return _leaves_a_tenth(most, table[0].rounds_equal, table[0].rounds)
+
+
+def explained_up_to(table: Sequence[Outcome], least: int) -> int | None:
+    """The most drafts of a round, fewer than K, by which a variant explains what differs in
+    ``least`` rounds or more: a fault that does more further on. None where there is none."""
+    plain = table[0]
+    for k in range(len(plain.up_to), 0, -1):
+        equal, rounds = plain.up_to[k - 1]
+        most = max((o.up_to[k - 1][0] for o in table[1:] if len(o.up_to) >= k), default=0)
+        if rounds - equal >= least and _leaves_a_tenth(most, equal, rounds):
+            return k
+    return None
+
+
+def _leaves_a_tenth(most: int, plain: int, rounds: int) -> bool:
+    return rounds - most <= 0.1 * (rounds - plain)
 
 
 def mended_variants(layers: int, target_rope: dict[str, Any], embedding: Tensor) -> list[Variant]:
@@ -184,15 +202,23 @@ def _outcome(
     cause: str, label: str, setting: Setting, answers: Sequence[Answered], plain: Outcome | None
 ) -> Outcome:
     drafts = drafts_of(setting, answers)
-    equal = [rounds_equal(d, a) for d, a in zip(drafts, answers, strict=True) if a.accepted]
+    equal, rounds = _equal(drafts, answers, setting.steps)
     counts = [accepted_at(d, a.answer) for d, a in zip(drafts, answers, strict=True)]
     walked = [n for r in replays(drafts, answers, setting.steps) for n in r.accepted]
     flat = tuple(n for part in counts for n in part)
     gain, error = _paired(counts, plain.accepted if plain else flat)
     return Outcome(
-        cause, label, sum(e for e, _ in equal), sum(n for _, n in equal),
-        round(1 + sum(walked) / len(walked), 4) if walked else None, gain, error, flat,
+        cause, label, equal, rounds, round(1 + sum(walked) / len(walked), 4) if walked else None,
+        gain, error, flat, tuple(_equal(drafts, answers, k) for k in range(1, setting.steps)),
     )  # fmt: skip
+
+
+def _equal(drafts: list[Tensor], answers: Sequence[Answered], steps: int) -> tuple[int, int]:
+    """(rounds equal, rounds) by the first ``steps`` drafts of each round."""
+    pairs = [
+        rounds_equal(d[:, :steps], a) for d, a in zip(drafts, answers, strict=True) if a.accepted
+    ]
+    return sum(e for e, _ in pairs), sum(n for _, n in pairs)
 
 
 def _paired(counts: list[list[int]], plain: tuple[int, ...]) -> tuple[float, float]:
