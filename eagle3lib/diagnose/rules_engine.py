@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from eagle3lib.diagnose.cause import Cause
 from eagle3lib.diagnose.evidence import Evidence
+from eagle3lib.diagnose.outcomes import Outcome, explained_up_to, is_explained
 from eagle3lib.diagnose.served import Setting, drafts_of, rounds_equal
-from eagle3lib.diagnose.variants import Outcome, explained_up_to, is_explained
 
 MANY_ROUNDS = 100
 # Share of rounds that must be equal: all in float32 (878 of 878 with vLLM in one run); in bfloat16

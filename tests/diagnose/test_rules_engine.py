@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from eagle3lib.diagnose.outcomes import Outcome
 from eagle3lib.diagnose.rules_engine import agrees, engine
-from eagle3lib.diagnose.variants import Outcome
 
 
 def outcome(cause, label, equal, rounds=200, up_to=()):

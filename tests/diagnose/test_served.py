@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from eagle3lib.diagnose.evidence import lookup_hits
+from eagle3lib.diagnose.outcomes import explained_up_to, outcomes
 from eagle3lib.diagnose.served import (
     Answered,
     Setting,
@@ -19,12 +20,7 @@ from eagle3lib.diagnose.served import (
     round_starts,
     rounds_equal,
 )
-from eagle3lib.diagnose.variants import (
-    engine_variants,
-    explained_up_to,
-    mended_variants,
-    outcomes,
-)
+from eagle3lib.diagnose.variants import engine_variants, mended_variants
 from eagle3lib.diagnose.waterfall import _with_losses
 from eagle3lib.drafter.simulate import Conversation, simulate
 from eagle3lib.target.capture import forward_states
