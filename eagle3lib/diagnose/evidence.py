@@ -17,15 +17,9 @@ from torch import Tensor
 
 from eagle3lib.diagnose.live import neighbours
 from eagle3lib.diagnose.material import Material
+from eagle3lib.diagnose.outcomes import Outcome, is_explained, outcomes
 from eagle3lib.diagnose.served import Answered, Setting
-from eagle3lib.diagnose.variants import (
-    Outcome,
-    engine_variants,
-    is_explained,
-    mended_variants,
-    outcomes,
-    wider_variants,
-)
+from eagle3lib.diagnose.variants import engine_variants, mended_variants, wider_variants
 from eagle3lib.drafter.config import default_slots
 from eagle3lib.drafter.rope import rope_parameters
 from eagle3lib.measure.arms import RequestRow

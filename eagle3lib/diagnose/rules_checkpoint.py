@@ -14,7 +14,7 @@ from torch import Tensor
 from eagle3lib.diagnose.cause import Cause, as_cause
 from eagle3lib.diagnose.evidence import Evidence
 from eagle3lib.diagnose.material import Material
-from eagle3lib.diagnose.variants import Outcome
+from eagle3lib.diagnose.outcomes import Outcome
 from eagle3lib.drafter.config import OPTIONS
 from eagle3lib.drafter.rope import rope_parameters
 from eagle3lib.lab.errors import UserError

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from eagle3lib.diagnose.cause import Cause
 from eagle3lib.diagnose.evidence import Evidence
+from eagle3lib.diagnose.outcomes import Outcome, explained_up_to, is_explained
 from eagle3lib.diagnose.served import Setting, drafts_of, rounds_equal
-from eagle3lib.diagnose.variants import Outcome, is_explained
 
 MANY_ROUNDS = 100
 # Share of rounds that must be equal: all in float32 (878 of 878 with vLLM in one run); in bfloat16
@@ -58,7 +58,10 @@ def engine(e: Evidence) -> list[Cause]:
         return [_named(e, plain, variants)] if explained and missed >= _NO_TIES else []
     if drift := _drift(e, plain):
         return [drift]
-    return [_named(e, plain, variants) if explained else _unnamed(e, plain, variants[0])]
+    if explained:
+        return [_named(e, plain, variants)]
+    drafts = explained_up_to(e.engine_table, _NO_TIES)
+    return [_named_up_to(e, plain, variants, drafts) if drafts else _unnamed(e, plain, variants[0])]
 
 
 def _lengths(e: Evidence) -> tuple[float, float]:
@@ -85,6 +88,32 @@ def _named(e: Evidence, plain: Outcome, variants: list[Outcome]) -> Cause:
         experiment="the simulator with this very fault gives the engine's record, round by round",
         command="eagle3 run PROFILE 06 07",
         alike=tuple(dict.fromkeys(o.cause for o in alike if o.cause != best.cause)),
+    )  # fmt: skip
+
+
+def _named_up_to(e: Evidence, plain: Outcome, variants: list[Outcome], drafts: int) -> Cause:
+    """A fault whose first ``drafts`` drafts of a round are a variant's, and whose later ones are
+    no variant's: a late position that the cache slots follow, or two faults at once."""
+    served, simulated = _lengths(e)
+
+    def equal(o: Outcome) -> int:
+        return o.up_to[drafts - 1][0] if len(o.up_to) >= drafts else 0
+
+    most, (theirs, rounds) = max(map(equal, variants)), plain.up_to[drafts - 1]
+    alike = [o for o in variants if equal(o) == most]
+    labels = " or ".join(o.label for o in alike)
+    codes = list(dict.fromkeys(o.cause for o in alike))
+    return Cause(
+        codes[0], "error",
+        f"the engine serves the drafter with a fault: {labels}, and more after draft {drafts}",
+        f"by the first {drafts} drafts {most} of {rounds} rounds are those of \"{labels}\", "
+        f"{theirs} those of the drafter as exported; by all of them no known fault fits; "
+        f"{served:.2f} served, {simulated:.2f} simulated",
+        "; ".join(_REMEDY[code] for code in codes), _WHERE, question=2, proof="measured",
+        cost=abs(simulated - served),
+        experiment=f"the simulator with this fault gives the engine's first {drafts} drafts; "
+        f"serve the same prompts with K = {drafts}, then with K = {drafts + 1}",
+        command="eagle3 run PROFILE 06 07", alike=tuple(codes[1:]),
     )  # fmt: skip
 
 

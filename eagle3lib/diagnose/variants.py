@@ -10,22 +10,14 @@ over the recorded answers a variant, no target forward.
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from eagle3lib.diagnose.served import (
-    Answered,
-    Setting,
-    accepted_at,
-    drafts_of,
-    replays,
-    rounds_equal,
-)
+from eagle3lib.diagnose.served import Setting
 from eagle3lib.drafter.config import default_slots
 from eagle3lib.drafter.layers import Rotary
 from eagle3lib.drafter.model import Drafter
@@ -39,36 +31,6 @@ class Variant:
     cause: str
     label: str
     apply: Change
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """One line of the table. ``gain`` is accepted drafts a base position beyond the drafter as
-    exported, paired, with its standard error over answers."""
-
-    cause: str
-    label: str
-    rounds_equal: int
-    rounds: int
-    acceptance_length: float | None
-    gain: float
-    gain_error: float
-    accepted: tuple[int, ...]  # at every base position of all answers, end to end
-
-    @property
-    def equal_share(self) -> float:
-        return self.rounds_equal / self.rounds if self.rounds else 0.0
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "cause": self.cause,
-            "variant": self.label,
-            "rounds_equal": self.rounds_equal,
-            "rounds": self.rounds,
-            "acceptance_length": self.acceptance_length,
-            "gain_per_position": round(self.gain, 4),
-            "gain_error": round(self.gain_error, 4),
-        }
 
 
 def altered(drafter: Drafter, change: Callable[[Drafter], None]) -> Drafter:
@@ -139,13 +101,6 @@ def wider_variants(layers: int) -> list[Variant]:
     ]  # fmt: skip
 
 
-def is_explained(table: Sequence[Outcome]) -> bool:
-    """Whether a variant leaves a tenth of the differing rounds at most; the drafter as exported
-    comes first."""
-    plain, most = table[0], max((o.rounds_equal for o in table[1:]), default=0)
-    return plain.rounds - most <= 0.1 * (plain.rounds - plain.rounds_equal)
-
-
 def mended_variants(layers: int, target_rope: dict[str, Any], embedding: Tensor) -> list[Variant]:
     """What can be undone in a checkpoint without its training: each is a fault if it gains."""
     return [
@@ -159,55 +114,6 @@ def mended_variants(layers: int, target_rope: dict[str, Any], embedding: Tensor)
         Variant("option-not-trained", "norm_before_residual the other way", _other_residual),
         Variant("embeddings-not-targets", "the target's embeddings", _with_embedding(embedding)),
     ]  # fmt: skip
-
-
-def outcomes(
-    base: Setting,
-    variants: Sequence[Variant],
-    answers: Sequence[Answered],
-    known: Sequence[Outcome] = (),
-) -> list[Outcome]:
-    """The table, the drafter as exported first. Variants that change nothing are left out; those
-    of the same label in ``known``, a table of the same drafter and answers, are not made again."""
-    made = {o.label: o for o in known}
-    plain = made.get("as exported") or _outcome("", "as exported", base, answers, None)
-    table = [plain]
-    for variant in variants:
-        if variant.label in made:
-            table.append(replace(made[variant.label], cause=variant.cause))
-        elif (setting := variant.apply(base)) is not None:
-            table.append(_outcome(variant.cause, variant.label, setting, answers, plain))
-    return table
-
-
-def _outcome(
-    cause: str, label: str, setting: Setting, answers: Sequence[Answered], plain: Outcome | None
-) -> Outcome:
-    drafts = drafts_of(setting, answers)
-    equal = [rounds_equal(d, a) for d, a in zip(drafts, answers, strict=True) if a.accepted]
-    counts = [accepted_at(d, a.answer) for d, a in zip(drafts, answers, strict=True)]
-    walked = [n for r in replays(drafts, answers, setting.steps) for n in r.accepted]
-    flat = tuple(n for part in counts for n in part)
-    gain, error = _paired(counts, plain.accepted if plain else flat)
-    return Outcome(
-        cause, label, sum(e for e, _ in equal), sum(n for _, n in equal),
-        round(1 + sum(walked) / len(walked), 4) if walked else None, gain, error, flat,
-    )  # fmt: skip
-
-
-def _paired(counts: list[list[int]], plain: tuple[int, ...]) -> tuple[float, float]:
-    """Mean difference a base position, and its standard error with answers as the units sampled."""
-    sums, sizes, at = [], [], 0
-    for part in counts:
-        sums.append(sum(part) - sum(plain[at : at + len(part)]))
-        sizes.append(len(part))
-        at += len(part)
-    if not at:
-        return 0.0, math.inf
-    mean = sum(sums) / at
-    spread = sum((s - mean * n) ** 2 for s, n in zip(sums, sizes, strict=True))
-    few = len(sums) / max(len(sums) - 1, 1)
-    return mean, math.sqrt(few * spread) / at
 
 
 def _slots_by(by: int, layers: int) -> Change:

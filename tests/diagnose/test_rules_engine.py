@@ -6,12 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from eagle3lib.diagnose.outcomes import Outcome
 from eagle3lib.diagnose.rules_engine import agrees, engine
-from eagle3lib.diagnose.variants import Outcome
 
 
-def outcome(cause, label, equal, rounds=200):
-    return Outcome(cause, label, equal, rounds, 1.4, 0.0, 0.0, ())
+def outcome(cause, label, equal, rounds=200, up_to=()):
+    """``up_to``: rounds equal by the first draft alone, by the first two, ..."""
+    parts = tuple((n, rounds) for n in up_to)
+    return Outcome(cause, label, equal, rounds, 1.4, 0.0, 0.0, (), parts)
 
 
 def evidence(*table, dtype="float32", accepted=(1, 0) * 100):
@@ -52,6 +54,27 @@ def test_a_fault_that_no_variant_explains_is_left_unnamed_with_experiments():
     (found,) = engine(evidence(outcome("", AS_EXPORTED, 150), outcome(ROPE, "rotary base", 160)))
     assert (found.code, found.proof) == ("engine-disagrees", "suspected")
     assert "prefix cache off" in found.experiment
+
+
+def test_a_fault_that_does_more_further_on_is_named_by_the_drafts_that_it_explains():
+    """As recorded by a vLLM whose draft positions were late, and from the third step on its cache
+    slots with them."""
+    late = outcome("engine-position", "late", 180, up_to=(200, 200))
+    base = outcome(ROPE, "base", 185, up_to=(190, 180))
+    (found,) = engine(evidence(outcome("", AS_EXPORTED, 150, up_to=(200, 170)), base, late))
+    assert (found.code, found.severity, found.proof) == ("engine-position", "error", "measured")
+    assert 'by the first 2 drafts 200 of 200 rounds are those of "late", 170' in found.evidence
+    assert "K = 2" in found.experiment and found.names == {"engine-position"}
+
+
+def test_too_few_rounds_that_differ_name_nothing_by_their_first_drafts():
+    """Seven may be chance; and a variant that leaves more than a tenth of them explains none."""
+    few = outcome("", AS_EXPORTED, 150, up_to=(200, 193))
+    (found,) = engine(evidence(few, outcome(ROPE, "base", 160, up_to=(200, 200))))
+    assert found.code == "engine-disagrees"
+    most = outcome("", AS_EXPORTED, 150, up_to=(200, 170))
+    (found,) = engine(evidence(most, outcome(ROPE, "base", 160, up_to=(200, 196))))
+    assert found.code == "engine-disagrees"
 
 
 def test_one_round_that_differs_is_a_suspicion():

@@ -4,11 +4,13 @@ engine started them."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from eagle3lib.diagnose.evidence import lookup_hits
+from eagle3lib.diagnose.outcomes import explained_up_to, outcomes
 from eagle3lib.diagnose.served import (
     Answered,
     Setting,
@@ -18,7 +20,7 @@ from eagle3lib.diagnose.served import (
     round_starts,
     rounds_equal,
 )
-from eagle3lib.diagnose.variants import engine_variants, mended_variants, outcomes
+from eagle3lib.diagnose.variants import engine_variants, mended_variants
 from eagle3lib.diagnose.waterfall import _with_losses
 from eagle3lib.drafter.simulate import Conversation, simulate
 from eagle3lib.target.capture import forward_states
@@ -89,6 +91,23 @@ def test_rounds_are_compared_where_the_engine_started_them():
     assert round_starts([2, 1, 2]) == [0, 3, 5]
     # The third round, at base 5, reaches the end of the answer and is not compared.
     assert rounds_equal(drafts, a) == (1, 2)
+
+
+def test_late_draft_steps_leave_the_first_draft_alone(base, answered):
+    """The record of an engine whose steps after the second are none's: by two drafts it is the late
+    positions', by all three nobody's."""
+    (late,) = (v for v in engine_variants(10) if v.label == "draft steps one position late")
+    drafts = drafts_of(late.apply(base), answered)
+    for d in drafts:
+        d[:, 2] = d[:, 2].roll(1)
+    recorded = [
+        replace(a, accepted=r.accepted, drafted=[3] * len(r.accepted))
+        for a, r in zip(answered, replays(drafts, answered, 3), strict=True)
+    ]
+    plain, found = outcomes(base, [late], recorded)
+    assert plain.up_to[0] == found.up_to[0] and plain.up_to[0][0] == plain.up_to[0][1]
+    assert found.up_to[1][0] == found.up_to[1][1]
+    assert explained_up_to([plain, found], 10**6) is None
 
 
 def test_a_record_beyond_the_answer_is_unequal():

@@ -26,7 +26,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from catalogue import FAULTS, PAIRS, Fault
+from catalogue import FAULTS, ON_REAL, PAIRS, Fault
 from kinds import KINDS
 from plant import DATA, Generate, Inapplicable, Plant
 from plants import PLANTS
@@ -70,11 +70,18 @@ Printed by `make faults` (`tests/faults`). One fault at a time is planted into a
 run, and the diagnosis must name its cause first ("right"); "second": named, after another;
 "missed": not named; "false": a healthy run with a finding above "note". `small` is a run of a
 random target of ten layers, made in seconds, its rounds the simulator's; `faults` is
-`params/faults.yaml`: SmolLM2-135M with the rounds of vLLM. The healthy kinds are runs of their
-own. A finding whose evidence other causes would leave as well names them all ("or").
+`params/faults.yaml`: SmolLM2-135M with the rounds of vLLM, and three singles of every section that
+were chosen before any of them was run there (`ON_REAL`). The healthy kinds are runs of their own. A
+finding whose evidence other causes would leave as well names them all ("or"). Every row is out of
+the records of `make faults`, with the rules of one and the same state of the code.
 
 The first rules were written while every second fault was not yet planted ("unseen"); the table
-then led to the rules of today, for which "fresh" faults were planted afterwards.
+then led to later rules, for which "fresh" faults were planted afterwards.
+
+Of the fresh ones 11 of 14 were right when they were first looked at: F76 came second (a mended
+reading of weights that were not the trained ones came first), F75 and F78 were missed (a quantiser
+that leaves `fc` alone, a single slot of zeros). The rules were then changed for these three; the
+table shows the rules of today.
 
 """
 _KEPT_CONVERSATIONS = 90  # about 7 MB each for SmolLM2
@@ -188,13 +195,16 @@ class Case:
         return {f.cause for f in self.faults}
 
 
-def cases(run: str) -> list[Case]:
-    """The small run has the healthy kinds too."""
+def cases(run: str, only: set[str]) -> list[Case]:
+    """Those named in ``only``; none named: all on the small run, which has the healthy kinds too,
+    and the chosen ones on a run with a real target, where a case takes minutes."""
     by_id = {f.id: f for f in FAULTS}
     kinds = [Case(k.name, "healthy", kind=k) for k in KINDS] if run == SMALL else []
     healthy = kinds or [Case("healthy", "healthy")]
     pairs = [Case("+".join(pair), "pairs", tuple(by_id[i] for i in pair)) for pair in PAIRS]
-    return [*healthy, *(Case(f.id, f.part, (f,)) for f in FAULTS), *pairs]
+    every = [*healthy, *(Case(f.id, f.part, (f,)) for f in FAULTS), *pairs]
+    chosen = only or {c.name for c in every if run == SMALL or c.part == "healthy"} | {*ON_REAL}
+    return [c for c in every if c.name in chosen]
 
 
 def run_bench(run: str, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -204,9 +214,8 @@ def run_bench(run: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     work.mkdir(parents=True, exist_ok=True)
     results, stamp = work / "results.jsonl", _stamp(run)
     done = {r["case"]: r for r in read_jsonl(results) if (r.get("run"), r["stamp"]) == (run, stamp)}
-    only = set(args.only.split(",")) if args.only else None
-    asked = [c for c in cases(run)
-             if (only is None or c.name in only) and args.part in ("", c.part)]  # fmt: skip
+    only = set(filter(None, args.only.split(",")))
+    asked = [c for c in cases(run, only) if args.part in ("", c.part)]
     bench: Bench | None = None
     for case in asked:
         if case.name in done and not args.again:
@@ -215,7 +224,7 @@ def run_bench(run: str, args: argparse.Namespace) -> list[dict[str, Any]]:
             with tempfile.TemporaryDirectory(dir=work) as folder:
                 line = _line(run, case, stamp, Bench.small(Path(folder), case.kind))
         else:
-            bench = bench or _opened(run, work)
+            bench = bench or _opened(run, work, stamp)
             line = _line(run, case, stamp, bench)
         done[case.name] = line
         with results.open("a", encoding="utf-8") as file:
@@ -225,15 +234,26 @@ def run_bench(run: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     return [done[c.name] for c in asked]
 
 
-def _opened(run: str, work: Path) -> Bench:
+def _opened(run: str, work: Path, stamp: str) -> Bench:
     if run == SMALL:
-        shutil.rmtree(work / SMALL, ignore_errors=True)
-        (work / SMALL).mkdir()
-        return Bench.small(work / SMALL, KINDS[0])
+        return _small_again(work / SMALL, stamp)
     healthy = run_folder(run)
     target = open_target(read_json(healthy / "manifest.json")["target"]["name"])
     dtype = read_json(healthy / "06_benchmark_serving" / "metrics.json")["dtype"]
     return Bench.of(healthy, work, target, load_target(target, dtype), dtype)
+
+
+def _small_again(folder: Path, stamp: str) -> Bench:
+    """The small run that a bench killed before this one made, or a new one."""
+    made = folder / "stamp"
+    if not made.exists() or made.read_text() != stamp:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        bench = Bench.small(folder, KINDS[0])
+        write_text(made, stamp)
+        return bench
+    target, dtype = open_target(str(folder / "target")), KINDS[0].dtype
+    return Bench.of(folder / "whole", folder, target, load_target(target, dtype), dtype)
 
 
 def _line(run: str, case: Case, stamp: str, bench: Bench) -> dict[str, Any]:

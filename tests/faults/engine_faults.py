@@ -47,7 +47,9 @@ def _slots_reversed() -> None:
 
 
 def _steps_late() -> None:
-    """Draft steps after the first turn by one position too many; cache slots are the right ones."""
+    """Draft steps after the first turn by one position too many. The engine counts on from there:
+    from the third step on the keys go one cache slot too far as well, and what is read in their
+    place (a rejected draft's key, say) no variant knows. The first two drafts are a variant's."""
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer as Proposer
 
     whole, update = Proposer.propose, Proposer._update_positions_dependent_metadata

@@ -24,8 +24,7 @@ pytestmark = [pytest.mark.long, pytest.mark.engine, pytest.mark.slow, pytest.mar
 WANTED = {
     "": set(),
     "slots reversed": {"engine-layer-ids"},
-    # Told from the drafter, not by its name: no variant explains enough of so short answers.
-    "draft steps late": {"engine-disagrees"},
+    "draft steps late": {"engine-position"},
     "prompt's draft keys lost": {"engine-prefix-cache"},
 }
 

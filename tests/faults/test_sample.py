@@ -7,10 +7,11 @@ small run's size, not of the rule.
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 import pytest
 from bench import Bench, judged, judged_healthy
-from catalogue import FAULTS, PAIRS
+from catalogue import FAULTS, ON_REAL, PAIRS
 from kinds import KINDS
 from plants import PLANTS
 
@@ -29,6 +30,8 @@ def test_the_catalogue_is_whole():
     assert len(FAULTS) >= 40 and len(PAIRS) >= 8
     assert PLANTS.keys() == BY_ID.keys()
     assert {f.section for f in FAULTS} == {"measured", "engine", "checkpoint", "training", "data"}
+    real = Counter(BY_ID[i].section for i in ON_REAL)
+    assert set(real.values()) == {3} and len(real) == 5
     parts = [f.part for f in FAULTS]
     assert parts.count("seen") == parts.count("unseen") and parts.count("fresh") >= 8
     assert len(KINDS) == len({k.name for k in KINDS}) >= 20
