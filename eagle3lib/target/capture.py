@@ -1,8 +1,7 @@
 """Capture hidden states into shards, in this process or from an engine: the same files.
 
-In this process rows are packed end to end, each attending to itself alone (packing.py): no
-padding. A target that can't be packed runs in length-sorted batches, padded on the right; under a
-causal mask padding changes nothing before it. The share of padding is reported.
+In this process rows are packed end to end, each attending to itself alone (packing.py). A target
+that can't be packed runs in length-sorted batches, padded on the right (its share is reported).
 """
 
 from __future__ import annotations
