@@ -40,7 +40,7 @@ def parameter_cell(demo: NotebookParams) -> str:
     """
     lines = []
     for name, field in type(demo).model_fields.items():
-        value = getattr(demo, name)
+        value = demo.as_given(name)
         shown = json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
         lines.append(f"{name}: {type(value).__name__} = {shown}  # {field.description}")
     return "\n".join(lines)

@@ -46,6 +46,8 @@ class NotebookParams(BaseModel):
     run: str = Field("demo", description="name of the run; its folder is outputs/RUN")
     # Parameter -> file and section, or the command line; what is missing is a default.
     _sources: dict[str, str] = PrivateAttr(default_factory=dict)
+    # What was given where the machine settled the value ("auto").
+    _given: dict[str, Any] = PrivateAttr(default_factory=dict)
 
     @field_validator("run")
     @classmethod
@@ -77,7 +79,9 @@ class NotebookParams(BaseModel):
     def checked(cls, values: dict[str, Any], source: str) -> Self:
         """Validate; every problem becomes a line of one ``UserError`` that names the parameter."""
         try:
-            return cls.model_validate(values)
+            read = cls.model_validate(values)
+            read._given.update({k: v for k, v in values.items() if getattr(read, k) != v == "auto"})
+            return read
         except ValidationError as error:
             lines = [_explain(cls, problem) for problem in error.errors()]
             raise UserError(
@@ -89,6 +93,10 @@ class NotebookParams(BaseModel):
         self._sources.clear()
         self._sources.update(sources)
         return self
+
+    def as_given(self, name: str) -> Any:
+        """A value as it was written, which the machine has not settled: it holds on others too."""
+        return self._given.get(name, getattr(self, name))
 
     def table(self) -> list[dict[str, str]]:
         """Each parameter with its value, where that comes from, and its help."""

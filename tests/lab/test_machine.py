@@ -4,6 +4,7 @@ import pytest
 
 from eagle3lib.lab import phase_params
 from eagle3lib.lab.machine import multiplies_in_bfloat16
+from eagle3lib.lab.notebooks import parameter_cell
 from eagle3lib.lab.params import BenchmarkParams, GenerateParams, TrainParams
 
 
@@ -36,3 +37,5 @@ def test_auto_is_settled_where_parameters_are_read(monkeypatch, fast, dtype):
         assert getattr(settled, name) == dtype
         assert "auto" not in settled.model_dump(mode="json")[name]
         assert getattr(kind.checked({name: "float32"}, "test"), name) == "float32"
+        # A notebook's cell is the same on every machine.
+        assert f'{name}: str = "auto"' in parameter_cell(settled)
