@@ -11,7 +11,7 @@ from eagle3lib.lab.phase_params import ENGINE_SETTINGS, Dtype, PhaseParams, numb
 
 class BenchmarkParams(PhaseParams):
     PHASE: ClassVar[str] = "06_benchmark_serving"
-    FILES: ClassVar[tuple[str, ...]] = ("reference_drafter",)
+    FILES: ClassVar[tuple[str, ...]] = ("reference_drafter", "drafter")
     FREE: ClassVar[tuple[str, ...]] = ("price_per_hour", "lossless_alpha", "trust_remote_code")
     GROWING: ClassVar[tuple[str, ...]] = (
         "workload_prompts",
@@ -36,6 +36,7 @@ class BenchmarkParams(PhaseParams):
     )
     vllm_settings: str = Field("", description=ENGINE_SETTINGS)
     sglang_settings: str = Field("", description=ENGINE_SETTINGS)
+    drafter: str = Field("", description="folder to measure in place of the one of phase 05")
     reference_drafter: str = Field("", description="known-good, a second arm")
     reference_acceptance_length: float = Field(
         1.2, ge=1, description="least of the reference drafter, its gate"
@@ -63,6 +64,9 @@ class BenchmarkParams(PhaseParams):
         False, description="the headline once more under vllm bench serve, a second opinion"
     )
     price_per_hour: float = Field(0.0, ge=0, description="of the machine, 0 tells no cost")
+
+    def upstream(self) -> tuple[str, ...]:
+        return self.UPSTREAM[:1] if self.drafter else self.UPSTREAM
 
     @field_validator("engines")
     @classmethod

@@ -136,6 +136,10 @@ class PhaseParams(NotebookParams):
         description="smollm2-135m-instruct, a local folder, or a Hub id",
     )
 
+    def upstream(self) -> tuple[str, ...]:
+        """The phases that this one reads, with these parameters."""
+        return self.UPSTREAM
+
     def input_files(self) -> dict[str, Path]:
         """Parameter name -> path of the input files and folders named by parameters (relative to
         the repository); what comes from the Hub has none."""

@@ -126,7 +126,7 @@ class Metrics(dict[str, Any]):
 def gather_inputs(params: PhaseParams, target_fingerprint: str) -> dict[str, Any]:
     """Everything that a phase's result depends on; raises when an upstream phase is not done."""
     upstream = {}
-    for name in params.UPSTREAM:
+    for name in params.upstream():
         manifest = run_folder(params.run) / name / "manifest.json"
         if not manifest.exists():
             raise UserError(

@@ -66,19 +66,30 @@ class RequestRow:
         return self.point, self.arm, self.prompt, self.repeat
 
 
+def own_drafter(phase: Phase, cfg: BenchmarkParams) -> Path:
+    """The folder of the last arm: the run's export, or the one that is to be measured for it."""
+    if cfg.drafter:
+        return _named_drafter("drafter", cfg.drafter)
+    return phase.of("05_export_drafter") / "drafter"
+
+
+def _named_drafter(parameter: str, value: str) -> Path:
+    folder = resolve(value)
+    if not (folder / "config.json").exists():
+        raise UserError(
+            f"the folder of {parameter} has no config.json",
+            where=folder,
+            next=f"set parameter {parameter} to a drafter's folder",
+        )
+    return folder
+
+
 def arms_of(cfg: BenchmarkParams, own: Path) -> dict[str, Path | None]:
     """Arms in their fixed order: engine alone, then a known-good drafter if one is named, then
     ours."""
     arms: dict[str, Path | None] = {PLAIN: None}
     if cfg.reference_drafter:
-        folder = resolve(cfg.reference_drafter)
-        if not (folder / "config.json").exists():
-            raise UserError(
-                "the reference drafter has no config.json",
-                where=folder,
-                next="set parameter reference_drafter to a drafter's folder",
-            )
-        arms[REFERENCE] = folder
+        arms[REFERENCE] = _named_drafter("reference_drafter", cfg.reference_drafter)
     arms[OWN] = own
     return arms
 
@@ -86,10 +97,11 @@ def arms_of(cfg: BenchmarkParams, own: Path) -> dict[str, Path | None]:
 def drafter_folder(run: Path, arm: str) -> Path:
     """The drafter of an arm of a finished benchmark. Raises ``UserError`` where the run named no
     reference drafter."""
-    if arm == OWN:
-        return run / "05_export_drafter" / "drafter"
     recorded = run / "06_benchmark_serving" / "inputs.json"
-    named = read_json(recorded)["params"].get("reference_drafter") if recorded.exists() else ""
+    params = read_json(recorded)["params"] if recorded.exists() else {}
+    named = params.get("drafter" if arm == OWN else "reference_drafter")
+    if arm == OWN and not named:
+        return run / "05_export_drafter" / "drafter"
     if not named:
         raise UserError(
             f"run {run.name!r} has no arm {arm!r}",

@@ -17,7 +17,14 @@ from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import read_json
 from eagle3lib.lab.params import BenchmarkParams
 from eagle3lib.measure import serve_arms
-from eagle3lib.measure.arms import OWN, PLAIN, REFERENCE, read_requests, read_sweeps
+from eagle3lib.measure.arms import (
+    OWN,
+    PLAIN,
+    REFERENCE,
+    own_drafter,
+    read_requests,
+    read_sweeps,
+)
 from eagle3lib.measure.ask import is_streamed
 from eagle3lib.measure.check import check_benchmark
 from eagle3lib.measure.serve_arms import run_arms
@@ -271,3 +278,15 @@ def test_a_second_opinion_is_asked_of_every_server_once_and_can_be_added_later(
 def test_rows_are_plain_values():
     fields = {f.name for f in dataclasses.fields(serve_arms.RequestRow)}
     assert {"engine", "steps", "concurrency", "temperature", "chunk_s", "counts"} <= fields
+
+
+def test_a_named_drafter_is_measured_without_phase_05(run, tmp_path, monkeypatch):
+    (tmp_path / "theirs").mkdir()
+    cfg = change(drafter=str(tmp_path / "theirs"))
+    assert cfg.upstream() == ("01_generate_data",) and "05_export_drafter" in CFG.upstream()
+    with pytest.raises(UserError, match="the folder of drafter has no config.json"):
+        own_drafter(FakePhase(tmp_path), cfg)
+    (tmp_path / "theirs" / "config.json").write_text("{}")
+    assert own_drafter(FakePhase(tmp_path), cfg) == tmp_path / "theirs"
+    assert own_drafter(FakePhase(tmp_path), CFG) == tmp_path / "drafter"
+    assert cfg.input_files()["drafter"] == tmp_path / "theirs"
