@@ -70,7 +70,8 @@ def _parameters(model: type[BaseModel]) -> str:
     rows = []
     for name, info in model.model_fields.items():
         note = "free" if name in free else "grows" if name in growing else ""
-        limits = ", ".join(_limit(rule) for rule in info.metadata)
+        # A validator is code, no limit to be read.
+        limits = ", ".join(_limit(r) for r in info.metadata if not hasattr(r, "func"))
         row = (f"`{name}`", _type(info.annotation), _code(info.default), limits, note)
         rows.append((*row, info.description or ""))
     return _table(("parameter", "type", "default", "limits", "", "what it is"), rows)

@@ -65,7 +65,7 @@ def test_the_baseline_is_always_the_first_arm(tmp_path):
 
 
 def test_a_reference_drafter_that_is_no_folder_is_named(tmp_path):
-    with pytest.raises(UserError, match="reference drafter"):
+    with pytest.raises(UserError, match="reference_drafter"):
         arms_of(BenchmarkParams(reference_drafter=str(tmp_path / "nothing")), tmp_path)
 
 

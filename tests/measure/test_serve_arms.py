@@ -284,7 +284,7 @@ def test_a_named_drafter_is_measured_without_phase_05(run, tmp_path, monkeypatch
     (tmp_path / "theirs").mkdir()
     cfg = change(drafter=str(tmp_path / "theirs"))
     assert cfg.upstream() == ("01_generate_data",) and "05_export_drafter" in CFG.upstream()
-    with pytest.raises(UserError, match="the folder of drafter has no config.json"):
+    with pytest.raises(UserError, match="the folder of drafter has no config"):
         own_drafter(FakePhase(tmp_path), cfg)
     (tmp_path / "theirs" / "config.json").write_text("{}")
     assert own_drafter(FakePhase(tmp_path), cfg) == tmp_path / "theirs"
