@@ -5,7 +5,7 @@ Of the requests of phase 06 at the run's K and temperature, both sets of prompts
     in flight          seconds of all requests / seconds of their blocks (Little's law): below
                        ``concurrency`` where the prompts run out
     plain step, round  seconds from a request's first token to its last, over the tokens after the
-                       first; over the rounds, with a drafter
+                       first; over the rounds, with a drafter; of the requests that were streamed
     cost of a round    round / plain step
     tokens a second    of the machine, over whole blocks; the speed-up is their ratio, so it holds
                        the prefill and the ends of the blocks as well
@@ -30,7 +30,6 @@ class Pace:
     tokens_per_s: float
     in_flight: float
     step_s: float
-    chunks_per_s: float  # what the measuring client received
 
 
 @dataclass(frozen=True)
@@ -43,6 +42,7 @@ class Load:
     plain: Pace
     drafted: Pace
     acceptance_length: float
+    kept_per_round: float  # the same without what the end of an answer cuts
     rounds_from: str  # the engine's record, or the lowest load's acceptance
 
     @property
@@ -92,37 +92,48 @@ def _load(
     plain: list[RequestRow], drafted: list[RequestRow], steps: int, before: Sequence[Load]
 ) -> Load:
     engine, concurrency = plain[0].engine, plain[0].concurrency
-    told = counts_of(drafted, steps)
-    after_first = sum(len(r.answer_token_ids) - 1 for r in drafted)
+    told, streamed = counts_of(drafted, steps), _streamed(drafted)
     length, source = told.acceptance_length, "the engine's record"
-    rounds: float = told.rounds
-    if length is None or told.requests < len(drafted):
+    if length is not None and told.requests == len(drafted):
+        kept = _after_first(drafted) / told.rounds
+        rounds: float = counts_of(streamed, steps).rounds
+    elif before:
         # vLLM 0.26 tells none beside other requests; greedy acceptance is the same at any load.
-        if not before:
-            raise UserError(
-                f"{engine} told no rounds at {concurrency} requests in flight",
-                expected="a load of 1 in the sweep, or an engine that keeps a record",
-                next="measure again with concurrency=1 in front of the other loads",
-            )
-        length, source = before[0].acceptance_length, f"as at {before[0].concurrency} in flight"
-        rounds = after_first / length
-    context = sum((len(r.prompt_token_ids) + len(r.answer_token_ids) / 2) * len(r.answer_token_ids)
-                  for r in plain) / sum(len(r.answer_token_ids) for r in plain)  # fmt: skip
+        length, kept = before[0].acceptance_length, before[0].kept_per_round
+        rounds, source = _after_first(streamed) / kept, f"as at {before[0].concurrency} in flight"
+    else:
+        raise UserError(
+            f"{engine} told no rounds at {concurrency} requests in flight",
+            expected="a load of 1 in the sweep, or an engine that keeps a record",
+            next="measure again with concurrency=1 in front of the other loads",
+        )
+    tokens = [len(r.answer_token_ids) for r in plain]
+    seen = (n * (len(r.prompt_token_ids) + n / 2) for r, n in zip(plain, tokens, strict=True))
     return Load(
-        engine, concurrency, round(context),
-        _pace(plain, sum(len(r.answer_token_ids) - 1 for r in plain)), _pace(drafted, rounds),
-        length, source,
+        engine, concurrency, round(sum(seen) / sum(tokens)),
+        _pace(plain, _after_first(_streamed(plain))), _pace(drafted, rounds), length, kept, source,
     )  # fmt: skip
 
 
+def _streamed(rows: list[RequestRow]) -> list[RequestRow]:
+    found = [row for row in rows if len(row.chunk_s) > 1]
+    if not found:
+        raise UserError(
+            f"no request of {rows[0].arm!r} at {rows[0].concurrency} in flight was streamed",
+            expected="some whose tokens' arrival is known (of more than eight in flight about "
+            "eight are streamed)",
+            next="measure again with more prompts",
+        )
+    return found
+
+
+def _after_first(rows: list[RequestRow]) -> int:
+    return sum(len(r.answer_token_ids) - 1 for r in rows)
+
+
 def _pace(rows: list[RequestRow], steps: float) -> Pace:
-    """``steps``: plain steps or rounds of all these requests, the prefills' left out."""
-    per_s, tokens = (
-        throughput_of(rows, rows[0].concurrency),
-        sum(len(r.answer_token_ids) for r in rows),
-    )
-    wall_s = tokens / per_s
-    streamed_s = sum(r.chunk_s[-1] - r.chunk_s[0] for r in rows if r.chunk_s)
-    chunks = sum(len(r.chunk_s) for r in rows)
-    busy_s = sum(r.duration_s for r in rows)
-    return Pace(per_s, busy_s / wall_s, streamed_s / steps, chunks / wall_s)
+    """``steps``: plain steps or rounds of the streamed requests, the prefills' left out."""
+    per_s = throughput_of(rows, rows[0].concurrency)
+    wall_s = sum(len(r.answer_token_ids) for r in rows) / per_s
+    streamed_s = sum(r.chunk_s[-1] - r.chunk_s[0] for r in _streamed(rows))
+    return Pace(per_s, sum(r.duration_s for r in rows) / wall_s, streamed_s / steps)

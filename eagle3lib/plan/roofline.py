@@ -136,7 +136,6 @@ def _arm_line(setting: Setting, pace: Pace, tau: float, steps: int) -> Line:
         "tokens_per_s": round(pace.tokens_per_s, 1),
         "in_flight": round(pace.in_flight, 2),
         "step_ms": round(1e3 * pace.step_s, 4),
-        "chunks_per_s": round(pace.chunks_per_s, 1),
         "bytes_per_token": {name: round(size / tokens) for name, size in read.items()},
         "flops_per_token": round(flops / tokens),
         "bandwidth_limit": round(limits["bandwidth"], 1),
@@ -226,8 +225,6 @@ def lines_table(lines: Sequence[Line]) -> list[Line]:
             "of the limit, drafter": f"{line['drafted']['share_of_limit']:.1%}",
             "layer_us": line["layer_us"],
             "host_us": line["host_us"],
-            "chunks/s alone": line["plain"]["chunks_per_s"],
-            "chunks/s drafter": line["drafted"]["chunks_per_s"],
             "rounds from": line["rounds_from"],
         }
         for line in lines

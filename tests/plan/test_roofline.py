@@ -176,6 +176,25 @@ def test_rounds_that_an_engine_tells_for_a_lone_request_only_are_taken_from_ther
         measured_loads(benchmark(tmp_path, slow(), (8, 64), told=lambda load: False), OWN)
 
 
+def test_of_many_in_flight_a_few_streams_tell_the_time_of_a_step(tmp_path):
+    """The benchmark reads about eight as streams; the others' answers come whole."""
+    folder = benchmark(tmp_path, slow())
+    whole = measured_loads(folder, OWN)
+    lines = [json.loads(x) for x in (folder / "sweeps.jsonl").read_text().splitlines()]
+    for line in lines:
+        if line["concurrency"] == 64 and line["prompt"] not in ("p3", "p7"):
+            line |= {"chunk_s": [], "chunk_tokens": []}
+    (folder / "sweeps.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    few = measured_loads(folder, OWN)[2]
+    assert few.plain.step_s == pytest.approx(whole[2].plain.step_s)
+    assert few.drafted.step_s == pytest.approx(whole[2].drafted.step_s)
+    assert few.plain.tokens_per_s == whole[2].plain.tokens_per_s
+    none = [x | {"chunk_s": []} for x in lines]
+    (folder / "sweeps.jsonl").write_text("".join(json.dumps(x) + "\n" for x in none))
+    with pytest.raises(UserError, match="at 8 in flight was streamed"):
+        measured_loads(folder, OWN)
+
+
 def test_what_cannot_be_read_is_said(tmp_path):
     with pytest.raises(UserError, match="no requests of 'own drafter'"):
         measured_loads(benchmark(tmp_path / "a", slow(), arm=REFERENCE), OWN)
