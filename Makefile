@@ -12,7 +12,7 @@ STAMP := $(VENV)/.eagle3-ready
 GPU_LOCK := --python-platform x86_64-manylinux_2_34 --python-version 3.12 --no-annotate --no-header \
   --no-emit-index-url --no-emit-find-links --quiet
 
-.PHONY: help setup setup-vllm-gpu setup-sglang lock-gpu peer prompts demo test test-long lint nb faults lab report lock notebooks docs conda clean
+.PHONY: help setup setup-vllm-gpu setup-sglang lock-gpu peer prompts demo test test-long lint nb faults roofline lab report lock notebooks docs conda clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -81,6 +81,15 @@ nb: setup ## Run every notebook under nbval with the tiny profile
 faults: setup ## Plant every fault of the catalogue into a healthy run and print the table
 	@test -f outputs/faults/06_benchmark_serving/manifest.json || $(BIN)/eagle3 run params/faults.yaml
 	@$(BIN)/python tests/faults/bench.py --table docs/fault_bench.md
+
+RUN ?= $(PROFILE)
+roofline: setup ## Set the benchmark of RUN beside the machine's limits (RUN=demo; OPTIONS="-p gpu h200" and the like)
+	@mkdir -p outputs/$(RUN)/bench_roofline
+	@$(BIN)/papermill notebooks/bench/roofline.ipynb outputs/$(RUN)/bench_roofline/roofline.ipynb -k python3 \
+	  --no-progress-bar -p run $(RUN) $(OPTIONS)
+	@$(BIN)/python -c 'import sys; from pathlib import Path; from eagle3lib.report.html import render_notebook; \
+	  print(render_notebook(Path(sys.argv[1]), Path(sys.argv[1]).with_suffix(".html")))' \
+	  outputs/$(RUN)/bench_roofline/roofline.ipynb
 
 lab: setup ## Open JupyterLab in this environment, at notebooks/welcome.ipynb
 	@PATH="$(abspath $(BIN)):$$PATH" JUPYTER_PREFER_ENV_PATH=1 \

@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from filelock import FileLock, Timeout
-from tqdm.auto import tqdm
 
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import hash_files, hash_json, hash_path, read_json, write_json
@@ -39,6 +38,7 @@ from eagle3lib.lab.large import freed, is_freed, to_make_again
 from eagle3lib.lab.machine import ROOT, describe_machine, git_state, versions
 from eagle3lib.lab.params import PHASES
 from eagle3lib.lab.phase_params import PhaseParams
+from eagle3lib.lab.progress import Progress, write_progress
 
 State = Literal["new", "stale", "resume", "done", "freed"]
 
@@ -91,7 +91,7 @@ class Phase:
     def note(self, what: str) -> None:
         """Say what a phase is at where nothing can be counted, e.g. an engine's start."""
         print(what, flush=True)
-        _write_progress(self.folder / "progress.json", what)
+        write_progress(self.folder / "progress.json", what)
 
     def finish(self, metrics: dict[str, Any], artefacts: Iterable[Path] = ()) -> Metrics:
         """Write metrics, then the manifest, last. Returns the metrics, to be shown."""
@@ -121,45 +121,6 @@ class Metrics(dict[str, Any]):
     def _repr_html_(self) -> str:
         text = html.escape(json.dumps(self, indent=1, ensure_ascii=False))
         return f"<details><summary>metrics.json</summary><pre>{text}</pre></details>"
-
-
-class Progress:
-    """tqdm in the notebook, and the same numbers on disk once a second."""
-
-    def __init__(self, path: Path, total: int, unit: str, what: str, done: int):
-        self._bar = tqdm(total=total, unit=unit, desc=what, initial=done, mininterval=5, ascii=True)
-        self._path, self._what, self._started, self._initial = path, what, time.time(), done
-        self._written_s = 0.0
-        self._write()
-
-    def update(self, count: int) -> None:
-        self._bar.update(count)
-        if time.time() - self._written_s > 1:
-            self._write()
-
-    def close(self) -> None:
-        self._bar.close()
-        self._write()
-
-    def _write(self) -> None:
-        self._written_s = time.time()
-        done, total = self._bar.n, self._bar.total
-        elapsed_s = self._written_s - self._started
-        rate = (done - self._initial) / elapsed_s if elapsed_s > 0 else 0.0
-        left_s = max(0.0, total - done) / rate if rate > 0 else None
-        left_s = None if left_s is None else round(left_s, 1)
-        _write_progress(self._path, self._what, done, total, self._bar.unit, left_s)
-
-
-def _write_progress(
-    path: Path,
-    what: str,
-    done: float | None = None,
-    total: int | None = None,
-    unit: str = "",
-    left_s: float | None = None,
-) -> None:
-    write_json(path, {"what": what, "done": done, "total": total, "unit": unit, "left_s": left_s})
 
 
 def gather_inputs(params: PhaseParams, target_fingerprint: str) -> dict[str, Any]:

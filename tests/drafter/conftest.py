@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from eagle3lib import cli
 from eagle3lib.drafter.checkpoint import write_drafter
 from eagle3lib.target.model import TargetHead
 
@@ -62,3 +64,17 @@ def make_folder(random_drafter, target_head, tiny_target, tmp_path):
         return Folder(tmp_path / name, drafter)
 
     return make
+
+
+@pytest.fixture
+def eagle3(monkeypatch, capsys):
+    """Runs the command in this process: (exit code, what it printed, its errors)."""
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["eagle3", *map(str, words)])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        out, err = capsys.readouterr()
+        return stopped.value.code or 0, out, err
+
+    return run

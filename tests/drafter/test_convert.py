@@ -2,13 +2,11 @@
 
 import dataclasses
 import json
-import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from eagle3lib import cli
 from eagle3lib.drafter.checkpoint import read_drafter
 from eagle3lib.drafter.config import MLA, OPTIONS
 from eagle3lib.drafter.convert import GOALS, convert_drafter
@@ -261,18 +259,6 @@ def test_the_export_writes_ids_for_the_targets_class(random_drafter, tiny_target
 
 
 # The command
-
-
-@pytest.fixture
-def eagle3(monkeypatch, capsys):
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["eagle3", *map(str, words)])
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        out, err = capsys.readouterr()
-        return stopped.value.code or 0, out, err
-
-    return run
 
 
 def test_the_command_exits_1_when_the_goal_cant_express_it(

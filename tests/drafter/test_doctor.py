@@ -7,7 +7,6 @@ import sys
 import pytest
 import torch
 
-from eagle3lib import cli
 from eagle3lib.drafter.config import MLA
 from eagle3lib.drafter.doctor import examine
 from eagle3lib.drafter.doctor_probe import Answer, ask_engine
@@ -369,18 +368,6 @@ def test_the_document_tells_what_the_installed_vllm_answers():
 
 
 # The command
-
-
-@pytest.fixture
-def eagle3(monkeypatch, capsys):
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["eagle3", *map(str, words)])
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        out, err = capsys.readouterr()
-        return stopped.value.code or 0, out, err
-
-    return run
 
 
 def test_the_command_prints_what_is_read_and_exits_1_on_errors(eagle3, make_folder, tiny_target):
