@@ -19,6 +19,7 @@ GPU, with engines in environments of their own (``EAGLE3_VLLM_PYTHON``, ``EAGLE3
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import subprocess
 import sys
@@ -155,8 +156,11 @@ def train_drafters(b: Bench) -> dict[str, Any]:
     vocab = build_vocab_map(count_tokens(trained), target.vocab_size, size, target.stop_ids())
     vocab.save(b.work / "vocab_map.safetensors")
     with ThreadPoolExecutor(len(KINDS)) as pool:
-        found = dict(zip(KINDS, pool.map(lambda kind: _train(b, kind), KINDS), strict=True))
-    for kind in KINDS:
+        found = dict(zip(KINDS, pool.map(lambda kind: _train_or_tell(b, kind), KINDS), strict=True))
+    whole = [kind for kind in KINDS if "failed" not in found[kind]]
+    if not whole:
+        raise UserError(f"no drafter was trained: {found[KINDS[0]]['failed']}")
+    for kind in whole:
         drafter = trained_drafter(_checkpoint(b, kind), target)
 
         def build(folder: Path, drafter: Any = drafter) -> None:
@@ -165,6 +169,15 @@ def train_drafters(b: Bench) -> dict[str, Any]:
         replace_folder(b.drafter_folder(kind), build)
     return {"states": asdict(states), "answer_tokens": sum(map(len, trained)), "slots": slots,
             "drafters": found}  # fmt: skip
+
+
+def _train_or_tell(b: Bench, kind: Kind) -> Told:
+    """The other kind is served without the one that failed."""
+    try:
+        return _train(b, kind)
+    except UserError as error:
+        print(f"{kind}: {error}", flush=True)
+        return {"failed": str(error)}
 
 
 def _train(b: Bench, kind: Kind) -> dict[str, Any]:
@@ -298,6 +311,8 @@ def run_step(b: Bench, name: str) -> Told:
             raise UserError(f"{name}: {_no_time(b, name)}", next="the same command again")
         started_s = time.monotonic()
         told = STEPS[name](b)
+        gc.collect()
+        torch.cuda.empty_cache()  # what this process keeps, an engine's start does not find
         write_json(done, told | {"step_s": round(time.monotonic() - started_s, 1)})
     return read_json(done)
 

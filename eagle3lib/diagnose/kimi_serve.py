@@ -87,6 +87,9 @@ def failure(error: Exception, log: Path) -> Told:
 
 def _start(b: Bench, arm: Arm, told: Told) -> Arm:
     drafter, name = b.drafter_folder(arm.kind) if arm.kind else None, arm.name.replace(" ", "-")
+    if drafter and not drafter.exists():
+        told |= {"failed": f"there is no drafter of type {arm.kind}: see train.json"}
+        return arm
     try:
         arm.server = server_of(b, name, arm.engine, drafter).start()
     except (UserError, OSError) as error:

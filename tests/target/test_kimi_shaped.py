@@ -175,6 +175,18 @@ def test_an_engine_that_can_not_answer_is_kept_with_its_log_and_the_next_one_ask
     assert "no kernel for this" in kept["sglang"]["log_end"]
 
 
+def test_a_kind_that_can_not_be_trained_is_told_and_its_arm_not_started(tmp_path, monkeypatch):
+    def train(b, kind):
+        raise UserError(f"training of {kind} died")
+
+    monkeypatch.setattr(kimi_bench, "_train", train)
+    b = Bench(tmp_path)
+    assert kimi_bench._train_or_tell(b, "mla") == {"failed": "training of mla died"}
+    told = {}
+    assert kimi_serve._start(b, Arm("vllm", "mla"), told).server is None
+    assert "no drafter of type mla" in told["failed"]
+
+
 def test_an_arm_that_stops_answering_keeps_what_it_answered(tmp_path, monkeypatch):
     """A server that goes silent after its second answer: the clock ends the wait, not a stream's
     own ten minutes."""
