@@ -119,7 +119,7 @@ def roofline_lines(loads: Sequence[Load], planned: Setting, steps: int) -> list[
                 "cost": round(load.cost, 4),
                 **arms,
                 **models,
-                "terms": _terms(fitted, load, steps, models["calibrated"]["cost"]),
+                "terms": _terms(fitted, load, steps),
                 "layer_us": round(1e6 * fitted.device.layer_s, 2),
                 "host_us": round(1e6 * fitted.host_s, 1),
             }
@@ -138,6 +138,8 @@ def _arm_line(setting: Setting, pace: Pace, tau: float, steps: int) -> Line:
         "step_ms": round(1e3 * pace.step_s, 4),
         "bytes_per_token": {name: round(size / tokens) for name, size in read.items()},
         "flops_per_token": round(flops / tokens),
+        "read_gb_per_s": round(sum(read.values()) / tokens * pace.tokens_per_s / 1e9, 2),
+        "tflops": round(flops / tokens * pace.tokens_per_s / 1e12, 4),
         "bandwidth_limit": round(limits["bandwidth"], 1),
         "compute_limit": round(limits["compute"], 1),
         "share_of_limit": round(pace.tokens_per_s / min(limits.values()), 4),
@@ -191,7 +193,7 @@ def _modelled(setting: Setting, load: Load, steps: int) -> Line:
     }
 
 
-def _terms(fitted: Setting, load: Load, steps: int, modelled_cost: float) -> dict[str, float]:
+def _terms(fitted: Setting, load: Load, steps: int) -> dict[str, float]:
     """What a round costs beyond a plain step, in plain steps: the model's parts, what was measured
     beyond them, and what the speed-up loses outside the rounds. They sum to tau / speed-up - 1."""
     plain = fitted.step_parts(load.plain.in_flight)
@@ -221,6 +223,11 @@ def lines_table(lines: Sequence[Line]) -> list[Line]:
             "step, plan": line["planned"]["step_ms"],
             "round, ms": line["drafted"]["step_ms"],
             "round, plan": line["planned"]["round_ms"],
+            **{
+                f"{what}, {name}": line[arm][key]
+                for arm, name in (("plain", "alone"), ("drafted", "drafter"))
+                for what, key in (("GB/s", "read_gb_per_s"), ("TFLOP/s", "tflops"))
+            },
             "of the limit, alone": f"{line['plain']['share_of_limit']:.1%}",
             "of the limit, drafter": f"{line['drafted']['share_of_limit']:.1%}",
             "layer_us": line["layer_us"],

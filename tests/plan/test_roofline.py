@@ -135,6 +135,8 @@ def test_what_a_token_moves_counted_by_hand(tmp_path):
     assert first["plain"]["flops_per_token"] == pytest.approx(weights + attention, rel=1e-4)
     assert first["drafted"]["bytes_per_token"]["weights"] == pytest.approx(weights / 2, rel=1e-4)
     assert first["drafted"]["flops_per_token"] > 1.99 * first["plain"]["flops_per_token"]
+    reached = sum(last["plain"]["bytes_per_token"].values()) * last["plain"]["tokens_per_s"]
+    assert last["plain"]["read_gb_per_s"] == pytest.approx(reached / 1e9, rel=1e-3)
     curves = all_limits(setting(), measured_loads(tmp_path, OWN), STEPS)["vllm"]
     assert curves["plain"][0]["bandwidth"] == pytest.approx(
         first["plain"]["bandwidth_limit"], rel=1e-4
