@@ -43,16 +43,23 @@ TERMS = {
 }
 
 
-def benchmarked_device(cfg: PlanParams, folder: Path) -> Device:
+def benchmarked_device(cfg: PlanParams, folder: Path, dtype: str) -> Device:
     """The device that the benchmark ran on: ``cfg.gpu``, or with ``auto`` what its run's manifest
-    names. A CPU's bandwidth and matrix peak are measured now (2 s) unless they are given.
+    names. A CPU's bandwidth and matrix peak in ``dtype`` are measured now (2 s) unless they are
+    given.
 
-    Raises ``UserError`` where they would be measured on another CPU than the benchmark's.
+    Raises ``UserError`` where they would be measured on another CPU than the benchmark's, and for a
+    GPU that served float32, of which the table has no figure.
     """
     manifest, here = folder.parent / "manifest.json", describe_machine()
     machine = read_json(manifest)["machine"] if manifest.exists() else here
     device = choose_device(cfg, machine)
     if not device.is_cpu:
+        if dtype != "bfloat16" and not cfg.tflops:
+            raise UserError(
+                f"the benchmark served {dtype}", where=folder, next="set parameter tflops",
+                expected=f"bfloat16, of which a {device.name}'s FLOP/s are known",
+            )  # fmt: skip
         return device
     if machine["cpu"] != here["cpu"] and not (cfg.bandwidth_gb_per_s and cfg.tflops):
         raise UserError(
@@ -62,17 +69,23 @@ def benchmarked_device(cfg: PlanParams, folder: Path) -> Device:
         )  # fmt: skip
     if cfg.tflops:
         return device
-    return replace(device, flops_per_s=gemm_peak(cores(), "bfloat16"))
+    return replace(device, flops_per_s=gemm_peak(cores(), dtype))
 
 
-def benchmarked_setting(shape: Shape, device: Device, devices: int, drafter: Path) -> Setting:
-    """The plan's cost model of this target, machine and drafter; its context is set per load."""
+def benchmarked_setting(
+    shape: Shape, device: Device, devices: int, drafter: Path, dtype: str
+) -> Setting:
+    """The plan's cost model of this target as served, the machine and the drafter; its context is
+    set per load."""
     config = read_drafter_config(drafter, shape.layers)
-    plain = Setting.of(
-        shape, device, devices=devices, draft_vocab_size=config.draft_vocab_size, context_tokens=0
+    text = {key: value for key, value in shape.config.items() if key != "text_config"}
+    served = Shape(text | {"dtype": dtype})
+    setting = Setting.of(
+        served, device, devices=devices, draft_vocab_size=config.draft_vocab_size, context_tokens=0
     )
-    width = config.intermediate_size
-    return replace(plain, drafter=DrafterShape(shape, config.draft_vocab_size, width))
+    drafter_shape = DrafterShape(served, config.draft_vocab_size, config.intermediate_size)
+    element_bytes = 4 if dtype == "float32" else 2
+    return replace(setting, drafter=drafter_shape, element_bytes=element_bytes)
 
 
 def calibrated_at(setting: Setting, load: Load, steps: int) -> Setting:

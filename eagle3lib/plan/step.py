@@ -79,6 +79,7 @@ class Setting:
     context_tokens: int
     host_s: float = 0.0  # between any two forwards, the drafter's too
     round_extra_s: float = 0.0  # a round's overhead beyond the model, from a measured cost
+    element_bytes: int = 2  # of the cache and the drafter, as served
 
     @classmethod
     def of(cls, shape: Shape, device: Device, *, devices: int, draft_vocab_size: int,
@@ -130,8 +131,9 @@ class Setting:
         d = self.drafter
         first = d.fuse_parameters if tokens > 1 else 0
         keys = self.shape.heads if self.shape.is_mla else self.shape.kv_heads
-        cache = batch * self.context_tokens * 4 * keys * self.shape.head_dim
-        return ((d.layer_parameters + d.head_parameters + first) * 2 + cache) / self.devices
+        cache = batch * self.context_tokens * 2 * keys * self.shape.head_dim
+        numbers = d.layer_parameters + d.head_parameters + first + cache
+        return numbers * self.element_bytes / self.devices
 
     def draft_flops(self, batch: float, tokens: int = 1) -> float:
         d = self.drafter
@@ -174,7 +176,7 @@ class Setting:
         so do devices beyond the number of key heads. Layers with a window read the window only.
         """
         shape = self.shape
-        per_layer = shape.kv_bytes_per_token() / shape.layers
+        per_layer = shape.kv_bytes_per_token(self.element_bytes) / shape.layers
         slid, window = shape.sliding
         seen = (shape.layers - slid) * self.context_tokens
         seen += slid * min(window, self.context_tokens)

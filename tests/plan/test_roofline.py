@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 import pytest
 from public_shapes import LLAMA_8B
 
+from eagle3lib.drafter.config import DrafterConfig
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import write_json
 from eagle3lib.lab.params import PlanParams
@@ -19,6 +20,7 @@ from eagle3lib.plan.roofline import (
     UNKNOWN,
     all_limits,
     benchmarked_device,
+    benchmarked_setting,
     end_of_gain,
     lines_table,
     roofline_lines,
@@ -200,8 +202,6 @@ def test_of_many_in_flight_a_few_streams_tell_the_time_of_a_step(tmp_path):
 def test_what_cannot_be_read_is_said(tmp_path):
     with pytest.raises(UserError, match="no requests of 'own drafter'"):
         measured_loads(benchmark(tmp_path / "a", slow(), arm=REFERENCE), OWN)
-    with pytest.raises(UserError, match="float32"):
-        measured_loads(benchmark(tmp_path / "b", slow(), dtype="float32"), OWN)
 
 
 def test_the_device_is_the_one_that_the_run_names(tmp_path):
@@ -209,13 +209,29 @@ def test_the_device_is_the_one_that_the_run_names(tmp_path):
     folder = tmp_path / "06_benchmark_serving"
     gpu = {"name": "NVIDIA H200", "memory_bytes": 141 * 10**9}
     write_json(tmp_path / "manifest.json", {"machine": {"gpus": [gpu], "cpu": "x", "cores": 2}})
-    assert benchmarked_device(PlanParams(), folder).name == "h200"
+    assert benchmarked_device(PlanParams(), folder, "bfloat16").name == "h200"
+    with pytest.raises(UserError, match="served float32"):
+        benchmarked_device(PlanParams(), folder, "float32")
     other = {"gpus": [], "cpu": "another", "cores": 2, "memory_available_bytes": 10**9}
     write_json(tmp_path / "manifest.json", {"machine": other})
     with pytest.raises(UserError, match="another"):
-        benchmarked_device(PlanParams(bandwidth_gb_per_s=50), folder)
-    given = benchmarked_device(PlanParams(bandwidth_gb_per_s=50, tflops=0.4), folder)
+        benchmarked_device(PlanParams(bandwidth_gb_per_s=50), folder, "float32")
+    given = benchmarked_device(PlanParams(bandwidth_gb_per_s=50, tflops=0.4), folder, "float32")
     assert (given.bandwidth_bytes_per_s, given.flops_per_s) == (50e9, 0.4e12)
+
+
+def test_float32_is_twice_the_bytes_and_the_drafters_own_width_counts(tmp_path):
+    shape = Shape(LLAMA_8B)
+    config = DrafterConfig.for_target(LLAMA_8B, 32_000, intermediate_size=1024)
+    (tmp_path / "config.json").write_text(json.dumps(config.as_hf_config("bfloat16")))
+    found = {
+        dtype: benchmarked_setting(shape, GPUS["h200"], 1, tmp_path, dtype)
+        for dtype in ("bfloat16", "float32")
+    }
+    two, four = (replace(s, context_tokens=100).round_bytes(4, 3) for s in found.values())
+    assert all(four[part] == pytest.approx(2 * two[part]) for part in two)
+    numbers = 4096 * 32_000 + config.layer_parameters
+    assert found["bfloat16"].draft_bytes(1) == 2 * numbers
 
 
 def test_every_figure_holds_both_engines(tmp_path):
