@@ -7,6 +7,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+import plotly.io
 from plotly.offline import get_plotlyjs
 
 from eagle3lib.lab.errors import UserError
@@ -68,17 +69,15 @@ def write_figures(run: str, folder: Path, format: str) -> list[Path]:
             expected="kaleido 1.x, and Chromium or Chrome",
             next="pip install kaleido, and install chromium",
         ) from None
+    figures = page_figures(run)
     folder.mkdir(parents=True, exist_ok=True)
-    made = []
-    for name, figure in page_figures(run).items():
-        path = folder / f"{name}.{format}"
-        try:
-            figure.write_image(path, width=1000, scale=2)
-        except RuntimeError as error:  # plotly's own for a browser that is not there
-            raise UserError(
-                f"the figure could not be drawn: {str(error).strip().splitlines()[0]}",
-                expected="Chromium or Chrome on this machine",
-                next="install chromium, or set BROWSER_PATH to it",
-            ) from None
-        made.append(path)
-    return made
+    paths = [folder / f"{name}.{format}" for name in figures]
+    try:  # all at once: the browser starts once
+        plotly.io.write_images(list(figures.values()), paths, width=1000, scale=2)
+    except RuntimeError as error:  # plotly's own for a browser that is not there
+        raise UserError(
+            f"the figures could not be drawn: {str(error).strip().splitlines()[0]}",
+            expected="Chromium or Chrome on this machine",
+            next="install chromium, or set BROWSER_PATH to it",
+        ) from None
+    return paths

@@ -8,11 +8,12 @@ from eagle3lib.lab.explore import explore_folder, finished_run
 from eagle3lib.lab.notebooks import execute
 from eagle3lib.lab.phase_params import NotebookParams
 from eagle3lib.report.html import render_notebook
+from eagle3lib.report.page import refresh_page
 
 
 def run_explorer(params: NotebookParams) -> Path:
-    """Execute the notebook and return its page. The executed notebook stands beside it, also when a
-    cell failed.
+    """Execute the notebook and return its page, which the run's page links from then on. The
+    executed notebook stands beside it, also when a cell failed.
 
     Raises ``UserError`` for a run that is not there or lacks what the notebook reads, and
     ``NotebookError`` for anything else.
@@ -21,4 +22,6 @@ def run_explorer(params: NotebookParams) -> Path:
     name = params.PHASE.removeprefix("explore/")
     executed = explore_folder(params.run) / f"{name}.ipynb"
     execute(params, executed)
-    return render_notebook(executed, executed.with_suffix(".html"))
+    page = render_notebook(executed, executed.with_suffix(".html"))
+    refresh_page(params.run)
+    return page

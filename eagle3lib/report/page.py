@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +12,24 @@ import plotly.graph_objects as go
 import plotly.io
 
 from eagle3lib.lab.errors import UserError
+from eagle3lib.lab.explore import EXPLORERS
 from eagle3lib.lab.files import read_json, read_jsonl, write_text
 from eagle3lib.lab.finding import raise_errors
 from eagle3lib.lab.machine import ROOT
+from eagle3lib.lab.notebooks import NOTEBOOKS, read_notebook
 from eagle3lib.lab.params import PHASES
-from eagle3lib.lab.run import outdated_by, outputs_root, run_folder
+from eagle3lib.lab.run import outdated_by, outputs_root, run_folder, whole_phases
 from eagle3lib.measure.arms import OWN, PLAIN, read_requests
 from eagle3lib.measure.summary import check_benchmark, interval_text
 from eagle3lib.report.campaign import duration_text, now_text, read_campaign, size_text
 from eagle3lib.report.figures import acceptance_per_step, arms_bars, heldout_curves
-from eagle3lib.report.html import page_template, render_run
+from eagle3lib.report.html import page_template, render_notebook, render_run
 
 
 def build_page(run: str, *, copy_to: Path | None = None, plotly_js: str = "cdn") -> Path:
     """Render the notebooks of a run and write ``index.html`` over what is done so far.
+
+    Explorers are linked where ``eagle3 explore`` has rendered them.
 
     ``copy_to``: write page and notebooks into another folder instead, small, paths of this machine
     shortened, with the figures' library from ``plotly_js``: its CDN, or a file of that folder.
@@ -43,7 +48,11 @@ def build_page(run: str, *, copy_to: Path | None = None, plotly_js: str = "cdn")
     library: bool | str = plotly_js if copy_to else True
     beside = f"../{library}" if copy_to and plotly_js != "cdn" else library
     render_run(folder, place / "reports", plotly_js=beside)
-    content = _content(folder, metrics, library)
+    explorers = explorers_of(folder)
+    for name in (line["name"] for line in explorers if copy_to and line["page"]):
+        source = folder / "explore" / f"{name}.ipynb"
+        render_notebook(source, place / "explore" / f"{name}.html", plotly_js=beside)
+    content = _content(folder, metrics, library) | {"explorers": explorers}
     page = page_template("page.html.j2", _FILTERS).render(**content)
     write_text(place / "index.html", page)
     if copy_to:
@@ -79,6 +88,30 @@ def phase_metrics(folder: Path) -> dict[str, Any]:
         for name in PHASES
         if (folder / name / "manifest.json").exists()
     }
+
+
+def explorers_of(folder: Path) -> list[dict[str, Any]]:
+    """Every explorer: ``name``, ``title``, ``page`` relative to the run (empty where there is none, or
+    its last run failed), and ``older``: the phases that ended after it was rendered."""
+    lines, whole_at = [], {
+        phase: datetime.fromisoformat(done["finished"]).timestamp()
+        for phase, done in whole_phases(folder).items()
+    }
+    for name in EXPLORERS:
+        title = read_notebook(NOTEBOOKS / "explore" / f"{name}.ipynb").cells[0].source
+        page = folder / "explore" / f"{name}.html"
+        executed = page.with_suffix(".ipynb")
+        made = page.stat().st_mtime if page.exists() and executed.exists() else 0.0
+        whole = made > 0 and made >= executed.stat().st_mtime
+        lines.append(
+            {
+                "name": name,
+                "title": title.split("\n", 1)[0].removeprefix("# Explore: "),
+                "page": f"explore/{name}.html" if whole else "",
+                "older": [phase for phase, when in whole_at.items() if whole and when > made],
+            }
+        )
+    return lines
 
 
 def answer_numbers(metrics: dict[str, Any], set_name: str = "workload") -> dict[str, Any] | None:

@@ -1,9 +1,12 @@
 """Where a run stands, what is next, and what of it can be sent."""
 
+import os
+import re
 import subprocess
 import sys
 import zipfile
 
+import nbformat
 import plotly.graph_objects as go
 import pytest
 from typer.testing import CliRunner
@@ -16,9 +19,11 @@ from eagle3lib.lab.journal import read_journal, record
 from eagle3lib.lab.machine import ROOT
 from eagle3lib.lab.params import PHASES
 from eagle3lib.lab.run import begin, run_folder
-from eagle3lib.report.bundle import write_bundle, write_figures
+from eagle3lib.report import bundle
+from eagle3lib.report.bundle import FORMATS, write_bundle, write_figures
 from eagle3lib.report.campaign import read_campaign
-from eagle3lib.report.page import build_page, describe_figure
+from eagle3lib.report.html import render_notebook
+from eagle3lib.report.page import build_page, describe_figure, explorers_of
 
 TARGET = "0123456789abcdef"
 
@@ -112,9 +117,9 @@ def test_a_bundle_has_no_weights_and_no_paths_and_is_the_same_twice(tmp_path):
     build_page("r")
     one, two = (write_bundle("r", tmp_path / f"{n}.zip") for n in (1, 2))
     assert one.read_bytes() == two.read_bytes()
-    with zipfile.ZipFile(one) as bundle:
-        names = bundle.namelist()
-        texts = [bundle.read(n).decode() for n in names if not n.endswith(".js")]
+    with zipfile.ZipFile(one) as zipped:
+        names = zipped.namelist()
+        texts = [zipped.read(n).decode() for n in names if not n.endswith(".js")]
     assert {"r/index.html", "r/journal.jsonl", "r/profile.yaml", "r/00_plan/metrics.json"} <= set(
         names
     )
@@ -123,9 +128,80 @@ def test_a_bundle_has_no_weights_and_no_paths_and_is_the_same_twice(tmp_path):
     assert not [t for t in texts if any(place in t for place in places)]
 
 
+def test_rendered_explorers_are_linked_here_and_in_the_bundle(tmp_path):
+    make("00_plan")
+    build_page("r")
+    page = (run_folder("r") / "index.html").read_text()
+    assert "eagle3 explore compare_runs --run r" in page and "explore/" not in hrefs(page)
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(f"at {ROOT}")])
+    executed = run_folder("r") / "explore" / "compare_runs.ipynb"
+    executed.parent.mkdir()
+    nbformat.write(notebook, executed)
+    render_notebook(executed, executed.with_suffix(".html"))
+    build_page("r")
+    assert "explore/compare_runs.html" in hrefs((run_folder("r") / "index.html").read_text())
+    with zipfile.ZipFile(write_bundle("r", tmp_path / "r.zip")) as zipped:
+        assert "explore/compare_runs.html" in hrefs(zipped.read("r/index.html").decode())
+        sent = zipped.read("r/explore/compare_runs.html").decode()
+    assert str(ROOT) not in sent and "at ." in sent
+
+
+def test_an_explorer_that_is_older_or_failed_says_so():
+    make("00_plan")
+    executed = run_folder("r") / "explore" / "hidden_states.ipynb"
+    executed.parent.mkdir()
+    nbformat.write(nbformat.v4.new_notebook(), executed)
+    page = render_notebook(executed, executed.with_suffix(".html"))
+    told = {line["name"]: line for line in explorers_of(run_folder("r"))}["hidden_states"]
+    assert (told["page"], told["older"]) == ("explore/hidden_states.html", [])
+    os.utime(executed, (1e9, 1e9))
+    os.utime(page, (1e9, 1e9))
+    told = {line["name"]: line for line in explorers_of(run_folder("r"))}["hidden_states"]
+    assert told["older"] == ["00_plan"]
+    os.utime(executed, (2e9, 2e9))  # run again, and a cell failed: no page of it
+    told = {line["name"]: line for line in explorers_of(run_folder("r"))}["hidden_states"]
+    assert (told["page"], told["older"]) == ("", [])
+
+
+def hrefs(page):
+    return set(re.findall(r'href="([^"#]+)"', page))
+
+
 def test_pictures_need_a_known_format():
     with pytest.raises(UserError, match="no picture format 'bmp'"):
         write_figures("r", run_folder("r"), "bmp")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_pictures_are_drawn_or_say_what_is_missing(format, tmp_path, monkeypatch):
+    """kaleido is optional: without it, or without a browser, one message says what to install."""
+    make("00_plan")
+    figure = go.Figure(go.Scatter(x=[1, 2], y=[3, 4], name="served"))
+    monkeypatch.setattr(bundle, "page_figures", lambda run: {"one": figure, "two": figure})
+    monkeypatch.setitem(sys.modules, "kaleido", None)
+    with pytest.raises(UserError, match="package kaleido, which is not installed"):
+        write_figures("r", tmp_path, format)
+    monkeypatch.undo()
+    pytest.importorskip("kaleido")
+    monkeypatch.setattr(bundle, "page_figures", lambda run: {"one": figure, "two": figure})
+    made = write_figures("r", tmp_path / "figures", format)
+    starts = {"png": b"\x89PNG", "pdf": b"%PDF", "svg": b"<svg"}[format]
+    assert [p.name for p in made] == [f"one.{format}", f"two.{format}"]
+    assert all(p.read_bytes().startswith(starts) for p in made)
+
+
+def test_a_browser_that_is_not_there_is_named(tmp_path, monkeypatch):
+    make("00_plan")
+    monkeypatch.setitem(sys.modules, "kaleido", object())
+    monkeypatch.setattr(bundle, "page_figures", lambda run: {"one": go.Figure()})
+
+    def no_browser(*_, **__):
+        raise RuntimeError("\nKaleido requires Google Chrome to be installed.\n")
+
+    monkeypatch.setattr("plotly.io.write_images", no_browser)
+    with pytest.raises(UserError, match="requires Google Chrome") as raised:
+        write_figures("r", tmp_path, "png")
+    assert "BROWSER_PATH" in str(raised.value)
 
 
 def test_a_figure_is_told_in_words():
