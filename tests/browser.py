@@ -59,11 +59,13 @@ class Tab:
                 self._loaded = True
         return got
 
-    def open(self, page: Path, width: int) -> None:
+    def open(self, page: Path | str, width: int) -> None:
+        """A file, or an address."""
+        address = page if isinstance(page, str) else page.resolve().as_uri()
         self.messages, self.requests, self._loaded = [], [], False
         self.ask("Emulation.setDeviceMetricsOverride", width=width, height=900,
                  deviceScaleFactor=1, mobile=width < 600)  # fmt: skip
-        self.ask("Page.navigate", url=page.resolve().as_uri())
+        self.ask("Page.navigate", url=address)
         while not self._loaded:
             self._read()
 
@@ -73,9 +75,9 @@ class Tab:
         assert "exceptionDetails" not in got, got
         return got["result"].get("value")
 
-    def wait_for(self, script: str, wanted: Callable[[Any], bool]) -> Any:
+    def wait_for(self, script: str, wanted: Callable[[Any], bool], limit_s: float = _LOAD_S) -> Any:
         """What the script gives once it is what is wanted: figures are drawn after the load."""
-        deadline = time.monotonic() + _LOAD_S
+        deadline = time.monotonic() + limit_s
         while not wanted(found := self.find(script)):
             assert time.monotonic() < deadline, found
             time.sleep(0.1)

@@ -82,8 +82,8 @@ def block_commands(page: Path) -> list[Command]:
 
 def on_the_tiny_run(words: list[str], outputs: Path, scratch: Path) -> list[str]:
     """The words with what the tiny run has in place of the page's names; the installed engines are
-    not asked, which takes them half a minute each time; and a plan takes no account of how full this
-    machine's disk happens to be: Kimi-K2.5's exits with 2 where less than 30 GB are free."""
+    not asked, which takes them half a minute each time; and a plan takes no account of how full
+    this machine's disk happens to be: Kimi-K2.5's exits with 2 where less than 30 GB are free."""
     run = outputs / "tiny"
     drafter = str(run / "05_export_drafter" / "drafter")
     answers = str(run / "01_generate_data" / "answers.jsonl")

@@ -46,13 +46,13 @@ class CostModel:
         return 1 + self.host + steps * (self.step + crowd)
 
 
-def measured_points(metrics: Line, set_name: str = "workload") -> list[Line]:
-    """Points of the trained drafter at the run's temperature and no filled context, one engine (the
+def measured_points(metrics: Line, set_name: str = "workload", arm: str = OWN) -> list[Line]:
+    """Points of a drafter's arm at the run's temperature and no filled context, one engine (the
     headline's), whose cost of a round is known from prompts enough for an interval."""
     return [
         p
         for p in metrics["points"]
-        if (p["arm"], p["set"], p["engine"]) == (OWN, set_name, metrics["points"][0]["engine"])
+        if (p["arm"], p["set"], p["engine"]) == (arm, set_name, metrics["points"][0]["engine"])
         and p["temperature"] == metrics["temperature"]
         and not p["context_tokens"]
         and p["round_cost"]

@@ -17,7 +17,7 @@ from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.explore import finished_run
 from eagle3lib.lab.files import read_json
 from eagle3lib.lab.machine import cores
-from eagle3lib.measure.arms import OWN, read_requests
+from eagle3lib.measure.arms import OWN, drafter_folder, read_requests
 from eagle3lib.target.folder import Target
 from eagle3lib.target.model import DTYPES, TargetHead
 
@@ -36,9 +36,9 @@ class RunViews:
     source: Source
 
 
-def answers_to_view(run: str, source: Source) -> list[ToView]:
-    """``served``: the first answers of the benchmark's arm with our drafter, and its rounds where
-    the engine told them one by one; ``heldout`` and ``train``: answers of phase 01.
+def answers_to_view(run: str, source: Source, arm: str = OWN) -> list[ToView]:
+    """``served``: the first answers of a drafter's arm of the benchmark, and its rounds where the
+    engine told them one by one; ``heldout`` and ``train``: answers of phase 01.
 
     Raises ``UserError`` for a run that lacks the phase, or an empty choice.
     """
@@ -48,7 +48,7 @@ def answers_to_view(run: str, source: Source) -> list[ToView]:
         items = [
             ToView(r.prompt, r.set, r.prompt_token_ids, r.answer_token_ids, r.accepted, r.drafted)
             for r in read_requests(place)
-            if (r.arm, r.repeat) == (OWN, 0)
+            if (r.arm, r.repeat) == (arm, 0)
         ]
     else:
         items = [
@@ -69,21 +69,24 @@ def view_run(
     target: Target,
     source: Source,
     most: int = 0,
+    arm: str = OWN,
     on_answer: Callable[[int], None] = lambda n: None,
 ) -> RunViews:
-    """View ``most`` answers of a run (0: all), evenly picked over both prompt sets.
+    """View ``most`` answers of a run (0: all), evenly picked over both prompt sets, with the
+    drafter of ``arm``.
 
     Cost an answer: one forward of the target, K drafter steps from every token, and both heads.
     """
     folder = finished_run(run, "05_export_drafter")
-    items = answers_to_view(run, source)
+    items = answers_to_view(run, source, arm)
     picked = items if not most else [items[i * len(items) // most] for i in range(most)]
     picked = list({item.id: item for item in picked}.values())
     steps, dtype = served_as(folder)
     torch.set_num_threads(cores())
     head, states_of = TargetHead(target, dtype), live_states(target, dtype)
-    exported = folder / "05_export_drafter" / "drafter"
-    drafter = read_drafter(exported, target.config, head.embedding, DTYPES[dtype])
+    drafter = read_drafter(
+        drafter_folder(folder, arm), target.config, head.embedding, DTYPES[dtype]
+    )
     views = []
     for item in picked:
         views.append(view_answer(item, drafter, head, states_of, steps))

@@ -14,6 +14,10 @@ from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.phase_params import NotebookParams
 from eagle3lib.lab.run import run_folder
 
+# Told by its word as a parameter; measure/arms.py names the arms.
+WhichDrafter = Literal["own", "reference"]
+_WHICH_DRAFTER = "own, or reference, the benchmark's second arm with a drafter"
+
 
 class HiddenStatesParams(NotebookParams):
     PHASE: ClassVar[str] = "explore/hidden_states"
@@ -41,6 +45,7 @@ class HiddenStatesParams(NotebookParams):
 class AcceptanceCurvesParams(NotebookParams):
     PHASE: ClassVar[str] = "explore/acceptance_curves"
 
+    drafter: WhichDrafter = Field("own", description=_WHICH_DRAFTER)
     more_runs: str = Field(
         "", description="other runs drawn beside the published figures, parted by commas"
     )
@@ -53,6 +58,7 @@ class AcceptanceCurvesParams(NotebookParams):
 class DrafterPredictionsParams(NotebookParams):
     PHASE: ClassVar[str] = "explore/drafter_predictions"
 
+    drafter: WhichDrafter = Field("own", description=_WHICH_DRAFTER)
     source: Literal["served", "heldout", "train"] = Field(
         "served", description="served (the benchmark's answers), heldout or train (phase 01's)"
     )

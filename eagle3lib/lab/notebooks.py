@@ -24,6 +24,7 @@ NOTEBOOKS = ROOT / "notebooks"
 # Papermill's and nbconvert's terminals can't draw: the MIME type keeps the figure's data in the
 # notebook, JupyterLab draws it, and report/html.py turns it into a figure that needs no network.
 _RENDERER = "plotly_mimetype"
+_KERNEL_START_S = 300  # papermill's 60 s are too few beside other work on two cores
 
 
 class NotebookError(RuntimeError):
@@ -98,6 +99,7 @@ def execute(params: NotebookParams, output: Path) -> None:
                 kernel_name="python3",
                 cwd=str(NOTEBOOKS),
                 progress_bar=False,
+                start_timeout=_KERNEL_START_S,
                 autosave_cell_every=30,
                 # Over TCP each kernel warns that its channels are not encrypted.
                 config=Config({"KernelManager": {"transport": "ipc"}}),

@@ -16,7 +16,7 @@ import pandas as pd
 from eagle3lib.data.rows import AnswerRow, read_answers
 from eagle3lib.engine.records import RoundCounts
 from eagle3lib.lab.errors import UserError
-from eagle3lib.lab.files import read_jsonl
+from eagle3lib.lab.files import read_json, read_jsonl
 from eagle3lib.lab.params import BenchmarkParams
 from eagle3lib.lab.phase_params import resolve
 from eagle3lib.lab.run import Phase
@@ -25,6 +25,7 @@ from eagle3lib.measure.points import Point
 
 REQUESTS, SWEEPS, SAMPLES = "requests.jsonl", "sweeps.jsonl", "samples.jsonl"
 PLAIN, REFERENCE, OWN = "engine alone", "reference drafter", "own drafter"
+ARMS = {"own": OWN, "reference": REFERENCE}  # those with a drafter, as parameters name them
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,23 @@ def arms_of(cfg: BenchmarkParams, own: Path) -> dict[str, Path | None]:
         arms[REFERENCE] = folder
     arms[OWN] = own
     return arms
+
+
+def drafter_folder(run: Path, arm: str) -> Path:
+    """The drafter of an arm of a finished benchmark. Raises ``UserError`` where the run named no
+    reference drafter."""
+    if arm == OWN:
+        return run / "05_export_drafter" / "drafter"
+    recorded = run / "06_benchmark_serving" / "inputs.json"
+    named = read_json(recorded)["params"].get("reference_drafter") if recorded.exists() else ""
+    if not named:
+        raise UserError(
+            f"run {run.name!r} has no arm {arm!r}",
+            expected="a benchmark with reference_drafter",
+            where=recorded,
+            next="eagle3 run PROFILE 06 reference_drafter=FOLDER",
+        )
+    return resolve(named)
 
 
 def benchmark_prompts(phase: Phase, cfg: BenchmarkParams) -> list[AnswerRow]:

@@ -18,16 +18,23 @@ import numpy as np
 from eagle3lib.data.rows import AnswerRow
 from eagle3lib.lab.files import read_json, read_jsonl
 from eagle3lib.measure.accounting import Counts
-from eagle3lib.measure.arms import OWN, RequestRow, counts_of, read_requests, read_sweeps
+from eagle3lib.measure.arms import (
+    OWN,
+    REFERENCE,
+    RequestRow,
+    counts_of,
+    read_requests,
+    read_sweeps,
+)
 from eagle3lib.measure.compare import acceptance_length, bootstrap
 
 Line = dict[str, Any]
 
 
-def own_rows(folder: Path, *, sweeps: bool = False) -> list[RequestRow]:
-    """Requests of the trained drafter's arm, of the headline or of all points (``sweeps``)."""
+def rows_of_arm(folder: Path, arm: str = OWN, *, sweeps: bool = False) -> list[RequestRow]:
+    """Requests of a drafter's arm, of the headline or of all points (``sweeps``)."""
     rows = read_requests(folder) + (read_sweeps(folder) if sweeps else [])
-    return [r for r in rows if r.arm == OWN]
+    return [r for r in rows if r.arm == arm]
 
 
 def step_curves(rows: Sequence[RequestRow], steps: int) -> list[Line]:
@@ -160,7 +167,8 @@ def lengths_by_k(rows: Sequence[RequestRow], steps: int) -> list[Line]:
     return out
 
 
-def run_lengths(folder: Path) -> list[Line]:
-    """``lengths_by_k`` of a finished benchmark's headline."""
+def run_lengths(folder: Path) -> dict[str, list[Line]]:
+    """Arm -> ``lengths_by_k`` of a finished benchmark's headline, for each arm with a drafter."""
     steps = read_json(folder / "metrics.json")["num_speculative_tokens"]
-    return lengths_by_k(own_rows(folder), steps)
+    found = {arm: rows_of_arm(folder, arm) for arm in (OWN, REFERENCE)}
+    return {arm: lengths_by_k(rows, steps) for arm, rows in found.items() if rows}

@@ -91,12 +91,15 @@ def phase_metrics(folder: Path) -> dict[str, Any]:
 
 
 def explorers_of(folder: Path) -> list[dict[str, Any]]:
-    """Every explorer: ``name``, ``title``, ``page`` relative to the run (empty where there is none, or
-    its last run failed), and ``older``: the phases that ended after it was rendered."""
-    lines, whole_at = [], {
-        phase: datetime.fromisoformat(done["finished"]).timestamp()
-        for phase, done in whole_phases(folder).items()
-    }
+    """Every explorer: ``name``, ``title``, ``page`` relative to the run (empty where there is none,
+    or its last run failed), and ``older``: the phases that ended after it was rendered."""
+    lines, whole_at = (
+        [],
+        {
+            phase: datetime.fromisoformat(done["finished"]).timestamp()
+            for phase, done in whole_phases(folder).items()
+        },
+    )
     for name in EXPLORERS:
         title = read_notebook(NOTEBOOKS / "explore" / f"{name}.ipynb").cells[0].source
         page = folder / "explore" / f"{name}.html"

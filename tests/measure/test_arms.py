@@ -8,6 +8,7 @@ import json
 import pytest
 
 from eagle3lib.lab.errors import UserError
+from eagle3lib.lab.files import write_json
 from eagle3lib.lab.params import BenchmarkParams
 from eagle3lib.measure.arms import (
     OWN,
@@ -16,10 +17,20 @@ from eagle3lib.measure.arms import (
     RequestRow,
     arms_of,
     counts_of,
+    drafter_folder,
     output_differences,
 )
 from eagle3lib.measure.order import turned
 from eagle3lib.measure.summary import arms_table, check_benchmark, summarise
+
+
+def test_an_arms_drafter_is_the_exported_one_or_the_one_that_was_named(tmp_path):
+    assert drafter_folder(tmp_path, OWN) == tmp_path / "05_export_drafter" / "drafter"
+    with pytest.raises(UserError, match="has no arm 'reference drafter'"):
+        drafter_folder(tmp_path, REFERENCE)
+    named = {"params": {"reference_drafter": str(tmp_path / "known_good")}}
+    write_json(tmp_path / "06_benchmark_serving" / "inputs.json", named)
+    assert drafter_folder(tmp_path, REFERENCE) == tmp_path / "known_good"
 
 
 def request(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, replace
 
 import pytest
 from test_result import streamed
 
+from eagle3lib.lab.files import write_json
 from eagle3lib.measure import curves
-from eagle3lib.measure.arms import OWN, counts_of
+from eagle3lib.measure.arms import OWN, PLAIN, REFERENCE, counts_of
 
 ROWS = [
     streamed(OWN, f"p{i}", [i % 4, 3, 0, (2 * i) % 3] * (1 + i), prompt_token_ids=[7] * (1 + 9 * i),
@@ -68,6 +70,18 @@ def test_fewer_drafts_a_round_accept_what_the_same_rounds_did():
     cut = [[min(a, 2) for a in r.accepted] for r in ROWS if r.set == "workload"]
     rounds = [a for row in cut for a in row]
     assert lengths[1] == pytest.approx(1 + sum(rounds) / len(rounds))
+
+
+def test_every_arm_with_a_drafter_has_its_lengths(tmp_path):
+    rows = [*ROWS, replace(ROWS[1], arm=REFERENCE, accepted=[3, 3])]
+    rows.append(replace(ROWS[1], arm=PLAIN, accepted=None, drafted=None))
+    (tmp_path / "requests.jsonl").write_text("".join(json.dumps(asdict(r)) + "\n" for r in rows))
+    write_json(tmp_path / "metrics.json", {"num_speculative_tokens": 3})
+    found = curves.run_lengths(tmp_path)
+    assert found == {
+        OWN: curves.lengths_by_k(ROWS, 3), REFERENCE: curves.lengths_by_k(rows[-2:-1], 3)
+    }  # fmt: skip
+    assert found[REFERENCE][-1]["acceptance_length"] == 4.0
 
 
 def test_an_evaluation_stands_at_the_tokens_trained_before_it(tmp_path):
