@@ -212,6 +212,63 @@ def expected_speedups(
     return styled(figure, title, "drafted per round (K)", "requests in flight", 420)
 
 
+def speedups_over_load(
+    model: CostModel | None, counts: Counts, points: Sequence[Line], most_steps: int, most: int
+) -> go.Figure:
+    """Expected speed-up over the requests in flight up to ``most``, with the measured ones. A
+    slider chooses K; the largest measured one is drawn first."""
+    if model is None or model.crowd is None or not counts.per_step:
+        return nothing_drawn("No speed-up over the load: one concurrency was measured")
+    shown = max(p["num_speculative_tokens"] for p in points)
+    steps = list(range(1, max(most_steps, shown) + 1))
+    loads = sorted({*_doublings(most), *(p["concurrency"] for p in points)})
+    figure = go.Figure()
+    for k in steps:
+        grid = speedup_grid(model, counts, [k], loads)
+        here = [p for p in points if p["num_speculative_tokens"] == k]
+        values = [p["speedup"]["value"] for p in here]
+        figure.add_scatter(
+            x=loads, y=[row[0] for row in grid], name="expected", visible=k == shown,
+            mode="lines+markers", line={"color": ORANGE},
+            hovertemplate=f"K={k}, %{{x}} in flight: %{{y:.2f}} times<extra>expected</extra>",
+        )  # fmt: skip
+        figure.add_scatter(
+            x=[p["concurrency"] for p in here],
+            y=values,
+            name="measured",
+            visible=k == shown,
+            mode="markers",
+            marker={"color": SET_COLOURS["workload"], "size": 10, "symbol": "square"},
+            error_y={
+                "type": "data",
+                "symmetric": False,
+                "array": [p["speedup"]["high"] - v for p, v in zip(here, values, strict=True)],
+                "arrayminus": [v - p["speedup"]["low"] for p, v in zip(here, values, strict=True)],
+            },
+            text=[_measured(p) for p in here],
+            hovertemplate="%{x} in flight: %{text}<extra>measured</extra>",
+        )
+    figure.add_hline(y=1, line={"color": GREY, "dash": "dot"}, annotation_text="engine alone")
+    figure.update_xaxes(type="log", tickvals=loads, ticktext=[str(n) for n in loads])
+    top = max(v for trace in figure.data for v in (*trace.y, 1.0))
+    figure.update_yaxes(range=[0, 1.15 * top])  # the same for every K
+    styled(figure, "Speed-up over the load, by K", "requests in flight", "times as fast", 470)
+    slider = {
+        "active": steps.index(shown),
+        "currentvalue": {"prefix": "K = "},
+        "pad": {"t": 50},
+        "steps": [
+            {
+                "label": str(k),
+                "method": "restyle",
+                "args": ["visible", [at == k for at in steps for _ in range(2)]],
+            }
+            for k in steps
+        ],
+    }
+    return figure.update_layout(sliders=[slider])
+
+
 def _curve(
     model: CostModel, counts: Counts, points: Sequence[Line], steps: Sequence[int]
 ) -> go.Figure:

@@ -52,6 +52,7 @@ def page_template(
     environment.filters |= filters or {}
     code = HtmlFormatter().get_style_defs(".highlight")
     environment.globals["style"] = (_HERE / "style.css").read_text(encoding="utf-8") + code
+    environment.globals["narrow"] = (_HERE / "narrow.js").read_text(encoding="utf-8")
     return environment.get_template(name)
 
 

@@ -21,6 +21,7 @@ def styled(figure: go.Figure, title: str, x: str, y: str, height: int = 380) -> 
     figure.update_layout(
         title={"text": title, "x": 0, "xanchor": "left", "font": {"size": 16}},
         template="plotly_white",
+        colorway=PARTS,  # of series that are given no colour
         height=height,
         margin={"l": 60, "r": 20, "t": 56, "b": 50},
         legend={"orientation": "h", "y": 1.02, "x": 1, "xanchor": "right", "yanchor": "bottom"},

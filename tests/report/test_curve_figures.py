@@ -33,6 +33,27 @@ def test_the_surface_has_every_k_and_load_and_the_measured_points():
     assert at == pytest.approx(1.9 / point(3, 8)["round_cost"])
 
 
+def test_the_slider_shows_one_k_and_what_was_measured_with_it():
+    points = [point(k, c) for k in (1, 3) for c in (1, 8)]
+    figure = figures.speedups_over_load(fit_cost(points, 0.1), COUNTS, points, 5, 16)
+    (slider,) = figure.layout.sliders
+    assert [step.label for step in slider.steps] == ["1", "2", "3", "4", "5"]
+    assert [trace.visible for trace in figure.data] == list(slider.steps[slider.active].args[1])
+    for step in slider.steps:
+        expected, measured = (
+            trace for trace, seen in zip(figure.data, step.args[1], strict=True) if seen
+        )
+        assert list(expected.x) == [1, 2, 4, 8, 16]
+        here = [p for p in points if str(p["num_speculative_tokens"]) == step.label]
+        assert list(measured.y) == [p["speedup"]["value"] for p in here]
+        for load, value in zip(measured.x, measured.y, strict=True):
+            if step.label == "3":  # these points follow from the model
+                assert expected.y[expected.x.index(load)] == pytest.approx(value)
+    one = [point(3, 4)]
+    none = figures.speedups_over_load(fit_cost(one, 0.1), COUNTS, one, 5, 16)
+    assert not none.data and "one concurrency was measured" in none.layout.title.text
+
+
 def test_one_concurrency_is_a_curve_and_none_a_reason():
     points = [point(3, 4)]
     figure = figures.expected_speedups(fit_cost(points, 0.1), COUNTS, points, 8, 64)
