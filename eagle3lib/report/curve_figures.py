@@ -95,6 +95,8 @@ def spans(line: Line) -> str:
 
 def training_tokens(lines: Sequence[Line]) -> go.Figure:
     """Held-out acceptance length over the tokens trained on."""
+    if not lines:
+        return nothing_drawn("No held-out acceptance: the training evaluated none")
     figure = go.Figure()
     for name in dict.fromkeys(x["set"] for x in lines):
         mine = [x for x in lines if x["set"] == name]
@@ -186,6 +188,7 @@ def expected_speedups(
             else "the engine told no steps"
         )
         return nothing_drawn(f"No expected speed-up: {why}")
+    most_steps = max([most_steps, *(p["num_speculative_tokens"] for p in points)])
     steps = list(range(1, most_steps + 1))
     if model.crowd is None:
         return _curve(model, counts, points, steps)
@@ -203,12 +206,19 @@ def expected_speedups(
         y=[str(p["concurrency"]) for p in points],
         mode="markers",
         name="measured",
-        marker={"symbol": "square-open", "size": 34, "color": "#000", "line": {"width": 2}},
+        marker={"opacity": 0, "size": 20},  # hovering tells; the frame is drawn below
         text=[_measured(p) for p in points],
         hovertemplate="measured, K=%{x}, %{y} in flight: %{text}<extra></extra>",
     )
-    figure.update_xaxes(dtick=1).update_yaxes(type="category")
-    title = "Expected speed-up; squares are measured"
+    for p in points:
+        k, row = p["num_speculative_tokens"], loads.index(p["concurrency"])
+        figure.add_shape(
+            type="rect", x0=k - 0.47, x1=k + 0.47, y0=row - 0.45, y1=row + 0.45,
+            line={"color": "#000", "width": 2},
+        )  # fmt: skip
+    figure.update_xaxes(dtick=1, range=[0.5, most_steps + 0.5])
+    figure.update_yaxes(type="category", range=[-0.5, len(loads) - 0.5])
+    title = "Expected speed-up; what was measured is framed"
     return styled(figure, title, "drafted per round (K)", "requests in flight", 420)
 
 

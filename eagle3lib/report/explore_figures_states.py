@@ -19,6 +19,7 @@ from eagle3lib.report.style import (
     PURPLE,
     SET_COLOURS,
     VERMILION,
+    nothing_drawn,
     styled,
 )
 from eagle3lib.target.layer_stats import LayerStates, Lens, Outliers
@@ -97,9 +98,10 @@ def outlier_map(found: LayerStates, outliers: Outliers) -> go.Figure:
 def lens_curves(lines: list[dict[str, Any]], slots: Sequence[int]) -> go.Figure:
     """How early the target knows: its head over every layer's state, against its final say."""
     figure = make_subplots(
-        cols=2,
+        rows=2,
+        shared_xaxes=True,
         subplot_titles=("first choice is the next token", "distance from the final distribution"),
-        horizontal_spacing=0.1,
+        vertical_spacing=0.12,
     )
     names = [line["layer"] for line in lines]
     counts = [[line["right"], line["positions"]] for line in lines]
@@ -112,15 +114,17 @@ def lens_curves(lines: list[dict[str, Any]], slots: Sequence[int]) -> go.Figure:
     figure.add_scatter(
         x=names, y=[line["divergence"] for line in lines], mode="lines+markers",
         customdata=[[line["entropy"], line["positions"]] for line in lines],
-        line={"color": PURPLE}, showlegend=False, row=1, col=2,
+        line={"color": PURPLE}, showlegend=False, row=2, col=1,
         hovertemplate="layer %{x}: %{y:.2f} nats, entropy %{customdata[0]:.2f} nats, "
         "%{customdata[1]:,} positions<extra></extra>",
     )  # fmt: skip
     figure.update_yaxes(range=[0, 1.02], tickformat=".0%", row=1, col=1)
-    figure = styled(figure, "Logit lens: the target's own head over every layer", _LAYER, "share")
-    figure.update_yaxes(title="KL divergence, nats", rangemode="tozero", row=1, col=2)
-    for column in (1, 2):
-        _mark_slots(figure, names, slots, row=1, col=column)
+    title = "Logit lens: the target's own head over every layer"
+    figure = styled(figure, title, _LAYER, "share", 560)
+    figure.update_xaxes(title="", row=1, col=1)
+    figure.update_yaxes(title="KL divergence, nats", rangemode="tozero", row=2, col=1)
+    for row in (1, 2):
+        _mark_slots(figure, names, slots, row=row, col=1)
     return figure.update_layout(margin_t=80)
 
 
@@ -169,6 +173,7 @@ def lens_reading(
         140 + 20 * len(names),
     )  # fmt: skip
     figure.update_yaxes(type="category")
+    figure.update_layout(meta={"least_width": 240 + 40 * longest})
     return _menu(figure, menu, "dropdown")
 
 
@@ -222,7 +227,7 @@ def correlation_curves(lines: list[dict[str, Any]], slots: Sequence[int]) -> go.
     return _below(
         styled(
             figure, "Where acceptance goes with the state (grey: chance)", _LAYER,
-            "rank correlation with accepted drafts",
+            "rank correlation with accepted drafts", 420,
         )
     )  # fmt: skip
 
@@ -252,6 +257,8 @@ def knock_out_bars(lines: list[dict[str, Any]]) -> go.Figure:
 
 def ablation_bars(lines: list[dict[str, Any]]) -> go.Figure:
     """Short trainings on other slots, beside what sees no state."""
+    if not lines:
+        return nothing_drawn("No other slots were trained on: ablation_epochs=2 does so")
     figure = go.Figure()
     for set_name, colour in SET_COLOURS.items():
         mine = [line for line in lines if line["set"] == set_name]

@@ -9,6 +9,7 @@ from typing import Any
 import plotly.graph_objects as go
 from IPython.display import display
 
+from eagle3lib.measure.arms import OWN, PLAIN, REFERENCE
 from eagle3lib.report.style import (
     BASELINE,
     BLUE,
@@ -22,6 +23,7 @@ from eagle3lib.report.style import (
     styled,
 )
 
+_ARM_COLOURS = {PLAIN: GREY, OWN: BLUE, REFERENCE: GREEN}  # whichever arms there are
 _PLOTLY_MIME = "application/vnd.plotly.v1+json"
 
 
@@ -58,7 +60,6 @@ def arms_bars(metrics: dict[str, Any]) -> go.Figure:
     """Tokens per second of every arm and set; whiskers span the repeats."""
     figure = go.Figure()
     arms = list(dict.fromkeys(line["arm"] for line in metrics["arms"]))
-    palette = dict(zip(arms, (GREY, BLUE, GREEN, PURPLE), strict=False))
     for arm in arms:
         lines = [line for line in metrics["arms"] if line["arm"] == arm]
         speeds = [line["tokens_per_s"] for line in lines]
@@ -68,7 +69,7 @@ def arms_bars(metrics: dict[str, Any]) -> go.Figure:
             x=[line["set"] for line in lines],
             y=speeds,
             name=arm,
-            marker_color=palette[arm],
+            marker_color=_ARM_COLOURS.get(arm, PURPLE),
             text=[f"{s:.1f}" for s in speeds],
             textposition="inside",
             insidetextanchor="middle",

@@ -16,6 +16,7 @@ from eagle3lib.lab.files import write_text
 
 _HERE = Path(__file__).parent
 _PLOTLY_MIME = "application/vnd.plotly.v1+json"
+_DARK_CODE = "github-dark"  # pygments' colours for who reads in the dark
 _WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
 
 
@@ -50,8 +51,11 @@ def page_template(
         loader=jinja2.FileSystemLoader(_HERE), autoescape=True, trim_blocks=True
     )
     environment.filters |= filters or {}
-    code = HtmlFormatter().get_style_defs(".highlight")
-    environment.globals["style"] = (_HERE / "style.css").read_text(encoding="utf-8") + code
+    light, dark = (
+        HtmlFormatter(style=name).get_style_defs(".highlight") for name in ("default", _DARK_CODE)
+    )
+    code = f"{light}\n@media (prefers-color-scheme: dark) {{\n{dark}\n}}\n"
+    environment.globals["style"] = code + (_HERE / "style.css").read_text(encoding="utf-8")
     environment.globals["narrow"] = (_HERE / "narrow.js").read_text(encoding="utf-8")
     return environment.get_template(name)
 

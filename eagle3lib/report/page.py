@@ -172,6 +172,7 @@ def page_figures(run: str) -> dict[str, go.Figure]:
     rows = read_jsonl(folder / "04_train_drafter" / "metrics.jsonl")
     if rows and "04_train_drafter" in metrics:
         figures["heldout"] = heldout_curves(rows)
+    figures = {name: figure for name, figure in figures.items() if figure.data}
     for figure in figures.values():  # above it, the legend of a narrow screen covers the title
         figure.update_layout(
             height=440, legend={"x": 0, "xanchor": "left", "y": -0.25, "yanchor": "top"}
