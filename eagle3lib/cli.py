@@ -15,6 +15,7 @@ from eagle3lib import (
     cli_drafter,
     cli_explore,
     cli_measure,
+    cli_profile,
     cli_serve,
 )
 from eagle3lib.lab.errors import UserError
@@ -186,6 +187,7 @@ for _command in (
     cli_drafter.card,
     cli_measure.watch,
     cli_measure.gate,
+    cli_profile.profile,
     cli_diagnose.diagnose,
     cli_explore.explore,
     cli_campaign.note,

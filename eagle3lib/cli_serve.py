@@ -16,6 +16,7 @@ from eagle3lib.target.smollm2 import NAME
 if TYPE_CHECKING:
     from eagle3lib.engine.config import EngineConfig
     from eagle3lib.engine.launch import EngineServer
+    from eagle3lib.engine.settings import ServeParams
 
 _LOOK_EVERY_S = 30.0
 
@@ -44,7 +45,6 @@ def serve(
     eagle3 serve moonshotai/Kimi-K2.5 engine=sglang tensor_parallel=8 --detach --fallback
     """
     from eagle3lib.engine.launch import EngineServer
-    from eagle3lib.engine.preflight import check_preflight
     from eagle3lib.engine.servers import servers_folder
     from eagle3lib.engine.settings import ServeParams, split_words
 
@@ -58,10 +58,7 @@ def serve(
     stamp = time.strftime("%Y%m%d-%H%M%S")
     log = Path(params.log or servers_folder() / f"{params.engine}-{stamp}.log")
     if preflight:
-        _show(findings := check_preflight(config, params.port, params.host, log=log))
-        raise_errors(findings)
-        _show(findings := _check_drafter(config))
-        raise_errors(findings)
+        check_start(config, params, log)
     server = EngineServer(
         config,
         log,
@@ -75,6 +72,16 @@ def serve(
         say=lambda text: print(text, flush=True),
     )
     _run(server)
+
+
+def check_start(config: EngineConfig, params: ServeParams, log: Path) -> None:
+    """What can be known before weights load. Raises ``UserError`` for errors, prints the rest."""
+    from eagle3lib.engine.preflight import check_preflight
+
+    _show(findings := check_preflight(config, params.port, params.host, log=log))
+    raise_errors(findings)
+    _show(findings := _check_drafter(config))
+    raise_errors(findings)
 
 
 def _folder(target: str) -> Path:

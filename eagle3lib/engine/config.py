@@ -58,6 +58,8 @@ class EngineConfig:
     prefix_cache: bool = False  # a prompt asked twice must cost twice when arms are compared
     trust_remote_code: bool = False
     p2p: bool = True  # False: NCCL copies through host memory
+    trace_folder: Path | None = None  # its own profiler stands by, and writes traces here
+    trace_stacks: bool = False  # Python's calls too: slower, and told apart what no scope tells
 
     @property
     def gpus(self) -> int:

@@ -53,4 +53,7 @@ def _speculation(config: EngineConfig) -> list[str]:
 
 
 def environment(threads: int, config: EngineConfig) -> dict[str, str]:
-    return {"OMP_NUM_THREADS": str(threads)}
+    env = {"OMP_NUM_THREADS": str(threads)}
+    if config.trace_folder is not None:
+        env["SGLANG_TORCH_PROFILER_DIR"] = str(config.trace_folder.resolve())
+    return env

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3lib.engine.config import SERVED_NAME, EngineConfig, interpreter, shared_environment
+from eagle3lib.lab.errors import UserError
 
 __all__ = ["SERVED_NAME", "EngineConfig", "engine_env", "engine_version", "flags"]
 
@@ -46,7 +47,29 @@ def flags(config: EngineConfig) -> list[str]:
     flags += ["--enable-auto-tool-choice"] if config.tool_parser else []
     flags += [] if config.compile else ["--enforce-eager"]
     flags += ["--trust-remote-code"] if config.trust_remote_code else []
-    return flags + _speculation(config) + list(config.extra_flags)
+    return flags + _speculation(config) + _profiler(config) + list(config.extra_flags)
+
+
+def _profiler(config: EngineConfig) -> list[str]:
+    """Opens /start_profile and /stop_profile; nothing is recorded before. Raises ``UserError`` for
+    a vLLM without the flag."""
+    if config.trace_folder is None:
+        return []
+    python = interpreter("vllm")
+    if not _knows_argument(python, "profiler_config"):
+        raise UserError(
+            "this vLLM has no --profiler-config",
+            expected="vLLM 0.26 or newer, whose profiler is told by that flag",
+            where=python,
+            next="make setup   (on a GPU machine: make setup-vllm-gpu)",
+        )
+    told = {
+        "profiler": "torch",
+        "torch_profiler_dir": str(config.trace_folder.resolve()),
+        "torch_profiler_with_stack": config.trace_stacks,
+        "ignore_frontend": True,  # the API server's own trace says nothing of a step
+    }
+    return ["--profiler-config", json.dumps(told)]
 
 
 def _speculation(config: EngineConfig) -> list[str]:
@@ -91,6 +114,8 @@ def environment(threads: int, config: EngineConfig) -> dict[str, str]:
         "OMP_NUM_THREADS": str(threads),
         "KMP_BLOCKTIME": "1",  # ms: an idle arm must not spin beside the one that is measured
     }
+    if config.trace_folder is not None:
+        env["VLLM_CUSTOM_SCOPES_FOR_PROFILING"] = "1"  # marks sampling and drafting in its traces
     if interpreter("vllm") != sys.executable:
         return env  # what follows knows this environment alone
     path = (_metadata_shim(), os.environ.get("PYTHONPATH"))

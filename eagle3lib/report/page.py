@@ -17,10 +17,13 @@ from eagle3lib.lab.machine import ROOT
 from eagle3lib.lab.params import PHASES
 from eagle3lib.lab.run import outdated_by, outputs_root, run_folder
 from eagle3lib.measure.arms import OWN, PLAIN, read_requests
+from eagle3lib.measure.profile import FOLDER as PROFILE
+from eagle3lib.measure.profile import read_profile
 from eagle3lib.measure.summary import check_benchmark, interval_text
 from eagle3lib.report.campaign import duration_text, now_text, read_campaign, size_text
 from eagle3lib.report.figures import acceptance_per_step, arms_bars, heldout_curves
 from eagle3lib.report.html import page_template, render_run
+from eagle3lib.report.profile_figures import profile_bars
 
 
 def build_page(run: str, *, copy_to: Path | None = None, plotly_js: str = "cdn") -> Path:
@@ -133,6 +136,8 @@ def page_figures(run: str) -> dict[str, go.Figure]:
         )
     if metrics.get("06_benchmark_serving"):
         figures["arms"] = arms_bars(metrics["06_benchmark_serving"])
+    if profile := read_profile(folder / PROFILE):
+        figures["profile"] = profile_bars(profile)
     rows = read_jsonl(folder / "04_train_drafter" / "metrics.jsonl")
     if rows and "04_train_drafter" in metrics:
         figures["heldout"] = heldout_curves(rows)
