@@ -43,6 +43,8 @@ MARKS = re.compile(r"\[(GPU|long|extra)\]")
 ELSEWHERE = {
     "eagle3 serve": "tests/engine/test_servers.py::test_serve_ps_and_stop_from_the_command_line",
     "eagle3 stop": "tests/engine/test_servers.py::test_serve_ps_and_stop_from_the_command_line",
+    "eagle3 profile": "tests/measure/test_profile.py::"
+    "test_the_command_prints_the_table_and_writes_the_folder",
     "eagle3 watch": "tests/measure/test_live.py::test_watch_exits_with_an_alarm_on_drift",
     "eagle3 explore": "tests/notebooks/test_explorers.py::test_an_explorer_makes_its_page",
 }

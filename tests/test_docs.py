@@ -24,6 +24,7 @@ PARAMETERS = {
     "run": set().union(*(model.model_fields for model in PHASES.values())),
     "plan": set(PHASES["00_plan"].model_fields),
     "serve": set(ServeParams.model_fields),
+    "profile": set(ServeParams.model_fields),
     "explore": set().union(*(model.model_fields for model in EXPLORERS.values())),
 }
 # Findings of `eagle3 doctor`, which the rules only look at.

@@ -73,20 +73,20 @@ class Asking:
 class ArmProfile:
     """Seconds are means over ``steps`` under the profiler; ``kinds`` sum to ``step_s``."""
 
-    arm: str
+    arm: str  # as the benchmark names it
     device: str  # "gpu" or "cpu": whose timeline it is
-    steps: int
-    step_s: float
-    kinds: dict[str, float]
+    steps: int  # decode steps of the trace that another one follows at once
+    step_s: float  # wall time of one
+    kinds: dict[str, float]  # seconds a step by what they are spent on
     drafter_kinds: dict[str, float]  # what the drafter's share is made of
     names: list[dict[str, Any]]  # the operators or kernels that take most
     marked_steps: int  # in the whole trace, a step of n requests n times
     counted_steps: int  # by the engine's own record of the same requests
-    profiled: dict[str, Any]
-    unprofiled: dict[str, Any]
+    profiled: dict[str, Any]  # the load under the profiler, as its client saw it
+    unprofiled: dict[str, Any]  # the same load before and after
     acceptance_length: float | None
-    trace: str
-    notes: list[str] = field(default_factory=list)
+    trace: str  # the file
+    notes: list[str] = field(default_factory=list)  # what a reader must know of these figures
 
     @property
     def slowdown(self) -> float:

@@ -26,6 +26,7 @@ from eagle3lib.lab.files import write_text
 from eagle3lib.lab.machine import ROOT
 from eagle3lib.lab.params import PHASES
 from eagle3lib.measure.arms import RequestRow
+from eagle3lib.measure.profile import ArmProfile
 from eagle3lib.target.states import StateEntry
 
 FOLDER = ROOT / "docs" / "reference"
@@ -36,6 +37,7 @@ _ARTEFACTS: dict[str, tuple[type, ...]] = {
     "02_capture_hidden_states/states/index.json, under conversations": (StateEntry,),
     "06_benchmark_serving/requests.jsonl, sweeps.jsonl": (RequestRow, RoundCounts),
     "07_diagnose_acceptance/findings.json, under findings": (Cause,),
+    "profile/profile.json of eagle3 profile, under arms": (ArmProfile,),
     "outputs/.servers/ID.json": (ServerState,),
 }
 

@@ -36,7 +36,7 @@ def engines(monkeypatch, tmp_path):
 
     class Engines:
         events = staticmethod(cpu_events)
-        configs = []
+        configs = ()
 
     class Handler(fake_engine._Handler):
         def do_POST(self):
@@ -56,7 +56,7 @@ def engines(monkeypatch, tmp_path):
 
         def __init__(self, config, log, say=print, **options):
             self.config, self.say = config, say
-            Engines.configs.append(config)
+            Engines.configs += (config,)
 
         def __enter__(self):
             self.fake = FakeEngine(ROUNDS if self.config.drafter else ())
@@ -67,7 +67,6 @@ def engines(monkeypatch, tmp_path):
             self.fake.close()
 
     monkeypatch.setattr(profile, "EngineServer", Server)
-    Engines.configs.clear()
     return Engines
 
 
@@ -196,7 +195,7 @@ def test_a_mistake_is_one_message_and_starts_nothing(eagle3, engines, tiny_targe
 @pytest.mark.engine
 @pytest.mark.long
 def test_vllm_on_the_cpu_is_profiled_alone_and_with_a_drafter(tmp_path, monkeypatch, capsys):
-    """Its own trace, marks and scopes: each step counted, the drafter told apart, little unknown."""
+    """Its own trace, marks and scopes: each step counted, the drafter apart, little unknown."""
     from eagle3lib.lab.machine import ROOT
 
     monkeypatch.setenv("EAGLE3_OUTPUTS", str(tmp_path))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+from itertools import pairwise
 
 import pytest
 from trace_shapes import cpu_events, event, op, scope, sglang_cuda, vllm_cuda, write_trace
@@ -74,7 +75,7 @@ def test_the_kinds_sum_to_the_wall_time_and_no_instant_is_counted_twice(tmp_path
     assert sum(found["kinds"].values()) == pytest.approx(found["step_s"], rel=1e-9)
     assert sum(found["drafter_kinds"].values()) == pytest.approx(found["kinds"][DRAFTER])
     pieces = timeline(read_trace(path))
-    assert all(a.end <= b.start for a, b in zip(pieces, pieces[1:], strict=False))
+    assert all(a.end <= b.start for a, b in pairwise(pieces))
     assert all(p.end > p.start for p in pieces)
 
 

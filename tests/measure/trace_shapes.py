@@ -43,12 +43,12 @@ def write_trace(path, events):
 def cpu_round(at):
     """One round of 1000 us::
 
-        0 -400  execute_context_0(0)_generation_1(4)
-           10-390   forward: linear 20-120 (addmm 30-110 in it), attention 120-220 (softmax in it),
-                    rms_norm 220-260, an unknown operator 300-320
-        400-500 sample: argmax 420-480
-        500-800 draft: mm 510-610, argmax 650-700
-        800-1000 nothing
+    0 -400  execute_context_0(0)_generation_1(4)
+       10-390   forward: linear 20-120 (addmm 30-110 in it), attention 120-220 (softmax in it),
+                rms_norm 220-260, an unknown operator 300-320
+    400-500 sample: argmax 420-480
+    500-800 draft: mm 510-610, argmax 650-700
+    800-1000 nothing
     """
     events = [
         scope("execute_context_0(0)_generation_1(4)", 0, 400),
@@ -94,10 +94,10 @@ def launch(correlation, at, name="cudaLaunchKernel"):
 def cuda_round(at, number, *, mark, drafted, sampled):
     """One round of 1000 us on the device, which runs 300 us behind the host::
 
-        host    0-300: launches in the scopes ``sampled`` and ``drafted``, a graph in the mark
-        device  300-500 gemm; 450-600 all-reduce on another stream (100 hidden behind ... 50 us
-                behind the gemm); 600-700 flash attention; 700-720 argmax, launched in ``sampled``;
-                750-950 gemm of the drafter, launched in ``drafted``; 950-960 copy
+    host    0-300: launches in the scopes ``sampled`` and ``drafted``, a graph in the mark
+    device  300-500 gemm; 450-600 all-reduce on another stream (100 hidden behind ... 50 us
+            behind the gemm); 600-700 flash attention; 700-720 argmax, launched in ``sampled``;
+            750-950 gemm of the drafter, launched in ``drafted``; 950-960 copy
     """
     c = 100 * number
     events = [
