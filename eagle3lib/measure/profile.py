@@ -26,7 +26,7 @@ from eagle3lib.engine.profiler import start_profiler, stop_profiler
 from eagle3lib.engine.records import BrokenRecord, RoundCounts, chunk_counts
 from eagle3lib.engine.stream import Streamed, stream_chat, stream_ids
 from eagle3lib.lab.errors import UserError
-from eagle3lib.lab.files import read_json, write_json
+from eagle3lib.lab.files import hash_files, read_json, write_json
 from eagle3lib.lab.machine import describe_machine, free_cores
 from eagle3lib.measure.arms import PLAIN
 from eagle3lib.measure.trace import read_trace, steps_of, timeline
@@ -156,6 +156,7 @@ def profile_arms(
         "version": version,
         "target": str(config.target),
         "drafter": str(drafter) if drafter else None,
+        "drafter_fingerprint": drafter_fingerprint(drafter) if drafter else None,
         "num_speculative_tokens": config.num_speculative_tokens if drafter else None,
         "dtype": config.dtype,
         "compile": config.compile,
@@ -268,6 +269,12 @@ def _round_cost(found: list[ArmProfile]) -> float | None:
     if len(found) < 2:
         return None
     return float(found[1].unprofiled["step_s"] / found[0].unprofiled["step_s"])
+
+
+def drafter_fingerprint(folder: Path) -> str:
+    """Of what an engine reads in a drafter's folder; its card may be written again."""
+    read = [p for p in folder.iterdir() if p.suffix in (".json", ".safetensors", ".bin")]
+    return hash_files(read, folder)
 
 
 def read_profile(folder: Path) -> dict[str, Any] | None:

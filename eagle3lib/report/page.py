@@ -18,7 +18,7 @@ from eagle3lib.lab.params import PHASES
 from eagle3lib.lab.run import outdated_by, outputs_root, run_folder
 from eagle3lib.measure.arms import OWN, PLAIN, read_requests
 from eagle3lib.measure.profile import FOLDER as PROFILE
-from eagle3lib.measure.profile import read_profile
+from eagle3lib.measure.profile import drafter_fingerprint, read_profile
 from eagle3lib.measure.summary import check_benchmark, interval_text
 from eagle3lib.report.campaign import duration_text, now_text, read_campaign, size_text
 from eagle3lib.report.figures import acceptance_per_step, arms_bars, heldout_curves
@@ -136,7 +136,7 @@ def page_figures(run: str) -> dict[str, go.Figure]:
         )
     if metrics.get("06_benchmark_serving"):
         figures["arms"] = arms_bars(metrics["06_benchmark_serving"])
-    if profile := read_profile(folder / PROFILE):
+    if profile := _profile_of_now(folder):
         figures["profile"] = profile_bars(profile)
     rows = read_jsonl(folder / "04_train_drafter" / "metrics.jsonl")
     if rows and "04_train_drafter" in metrics:
@@ -146,6 +146,15 @@ def page_figures(run: str) -> dict[str, go.Figure]:
             height=440, legend={"x": 0, "xanchor": "left", "y": -0.25, "yanchor": "top"}
         )
     return figures
+
+
+def _profile_of_now(folder: Path) -> dict[str, Any] | None:
+    """The run's profile; None without one, and for one of another drafter than the run's is now."""
+    found, own = read_profile(folder / PROFILE), folder / "05_export_drafter" / "drafter"
+    if not found or (found["drafter"] and not own.is_dir()):
+        return None
+    now = drafter_fingerprint(own) if found["drafter"] else None
+    return found if found["drafter_fingerprint"] == now else None
 
 
 def _figures(run: str, plotly_js: bool | str) -> list[dict[str, str]]:

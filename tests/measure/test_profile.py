@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
@@ -16,10 +17,13 @@ from eagle3lib import cli
 from eagle3lib.engine import profiler
 from eagle3lib.engine.config import EngineConfig
 from eagle3lib.lab.errors import UserError
+from eagle3lib.lab.params import PHASES
+from eagle3lib.lab.run import begin, run_folder
 from eagle3lib.measure import profile
 from eagle3lib.measure.arms import PLAIN
 from eagle3lib.measure.profile import WITH_DRAFTER, Load, profile_arms, read_profile
 from eagle3lib.measure.trace_kinds import DRAFTER
+from eagle3lib.report.page import page_figures
 from eagle3lib.report.profile_figures import facts, profile_bars, profile_rows, write_profile_page
 from eagle3lib.target.smollm2 import NAME
 
@@ -75,6 +79,8 @@ def made(engines, tmp_path):
     """A profile of both arms, two answers a load."""
     config = EngineConfig(tmp_path / "target", threads=1)
     load = Load([ASKED, ASKED], tokens=9)
+    (tmp_path / "drafter").mkdir()
+    (tmp_path / "drafter" / "config.json").write_text("{}")
     return profile_arms(config, tmp_path / "drafter", load, tmp_path / "out", say=lambda text: None)
 
 
@@ -140,6 +146,21 @@ def test_the_figure_has_both_bars_whole_and_the_page_its_numbers(made, tmp_path)
     page = write_profile_page(made, tmp_path / "out").read_text(encoding="utf-8")
     assert "added by the round" in page and "mystery::thing" in page and "0.300" in page
     assert "plain steps" in page and all(fact in page for fact in facts(made)[-1:])
+
+
+def test_a_runs_page_shows_the_profile_of_the_drafter_that_it_has_now(made, engines, tmp_path):
+    phase = begin(PHASES["00_plan"](run="r"), "0123456789abcdef")
+    phase.finish({})
+    folder = run_folder("r")
+    (tmp_path / "out").rename(folder / "profile")
+    assert "profile" not in page_figures("r")  # the run has no drafter
+    own = folder / "05_export_drafter" / "drafter"
+    shutil.copytree(tmp_path / "drafter", own)
+    assert "profile" in page_figures("r")
+    (own / "README.md").write_text("its card, written again")
+    assert "profile" in page_figures("r")
+    (own / "config.json").write_text('{"another": 1}')
+    assert "profile" not in page_figures("r")
 
 
 @pytest.fixture
