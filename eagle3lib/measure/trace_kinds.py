@@ -29,14 +29,19 @@ _RULES = tuple(
         (
             COLLECTIVES,
             r"nccl|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|c10d::|"
-            r"cross_device_reduce|gloo",
+            r"cross_device_reduce|gloo|::shm_",
         ),
         (
             ATTENTION,
             r"attention|attn|fmha|flash::|paged|(reshape|concat)_and_cache|set_.*kv_buffer|"
-            r"kv_?cache|flashinfer::batch|merge_?states?|::mla|_mla_|flash_fwd",
+            r"kv_?cache|flashinfer::batch|merge_?states?|::mla|_mla_|flash_fwd|get_scheduler_metadata|"
+            # what takes its place in hybrid targets
+            r"delta_rule|_gdn_|_kda_|causal_conv1d|selective_s|mamba",
         ),
-        (MATRIX, r"fused_moe|moe_.*gemm|grouped_mm|moe_wna16|expert.*gemm"),
+        (
+            MATRIX,
+            r"fused_(moe|experts)|moe_(.*gemm|mm|wna16)|grouped_mm|int_moe|expert.*gemm",
+        ),
         (ELEMENTWISE, r"moe|expert|topk_softmax|topk_sigmoid"),
         (
             MATRIX,
@@ -51,12 +56,12 @@ _RULES = tuple(
         (
             COPIES,
             r"memcpy|memset|copy_|aten::(_?to|_to_copy|copy|clone|contiguous|item)$|"
-            r"_local_scalar_dense|pin_memory|copy_kernel|copybuffer|aten::(lift|detach)",
+            r"_local_scalar_dense|pin_memory|copy_kernel|copybuffer|swap_blocks|aten::(lift|detach)",
         ),
         (
             ELEMENTWISE,
             r"norm|silu|gelu|relu|_and_mul|rotary|rope|elementwise|reduce_kernel|softmax|embedding|"
-            r"index|gather|scatter|catarray|cumsum|scan|fill|aten::(add|sub|mul|div|pow|mean|sum|"
+            r"index|gather|scatter|quant|slot_mapping|eagle_(prepare|step)|catarray|cumsum|scan|fill|aten::(add|sub|mul|div|pow|mean|sum|"
             r"rsqrt|exp|neg|cos|sin|sigmoid|tanh|where|cat|stack|arange|zero|zeros|ones|full|eq|ne|"
             r"lt|le|gt|ge|max|min|amax|amin|clamp|bitwise|logical|repeat_interleave|masked|"
             r"floor_divide|remainder|any|all|nonzero|flip|roll)(_\w*)?$",
