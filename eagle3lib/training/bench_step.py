@@ -1,13 +1,15 @@
-"""How fast a training update is on this GPU, as a share of what its matrix units can do.
+"""How fast a training update is, as a share of what the machine's matrix product reaches.
 
     python -m eagle3lib.training.bench_step                 # a drafter for an 8B Llama, 4 x 4,096
+    python -m eagle3lib.training.bench_step --device cpu    # one for SmolLM2, 6 x 180, 8k vocabulary
 
 Random states of the given shape go through the very update that training makes: unroll, loss,
-backward, clipping and AdamW over fp32 weights, products in bf16. The matrix peak (a bf16 product of
-8,192 x 8,192 random matrices) is measured in the same process, before and after. The last line of
-the output is one JSON document.
+backward, clipping and AdamW over fp32 weights. The matrix peak (the product of large square random
+matrices, in the dtype of the update's products) is measured before every update: machines drift,
+and the share is taken within each pair. The last line of the output is one JSON document.
 
-The counting rule is ``arithmetic.py``'s: what the method needs, nothing that is recomputed.
+The counting rule is ``arithmetic.py``'s: what the method needs, nothing that is padded, recomputed
+or thrown away.
 """
 
 from __future__ import annotations
@@ -23,13 +25,28 @@ import torch
 from eagle3lib.drafter.config import DrafterConfig
 from eagle3lib.drafter.model import Drafter
 from eagle3lib.drafter.rows import PackedRows
+from eagle3lib.lab.machine import keep_freed_memory
 from eagle3lib.lab.params import TrainParams
-from eagle3lib.training.arithmetic import needed_operations
+from eagle3lib.target.model import DTYPES
+from eagle3lib.training.arithmetic import gemm_peak, needed_operations
 from eagle3lib.training.data import Batch
 from eagle3lib.training.loss import step_scale
 from eagle3lib.training.objective import Labels, Objective
 from eagle3lib.training.optim import make_optimizers
 from eagle3lib.training.parallel import Place, Replicated
+
+# What a device is asked for where nothing is said: an 8B Llama's drafter on a GPU, SmolLM2's on a
+# CPU, with rows of the demo's length.
+_SHAPES = {
+    "cuda": {
+        "rows": 4, "tokens": 4096, "prompt_share": 0.0, "hidden": 4096, "intermediate": 14_336,
+        "heads": 32, "kv_heads": 8, "vocab": 128_256, "draft_vocab": 32_000,
+    },
+    "cpu": {
+        "rows": 6, "tokens": 180, "prompt_share": 0.34, "hidden": 576, "intermediate": 1536,
+        "heads": 9, "kv_heads": 3, "vocab": 49_152, "draft_vocab": 8192,
+    },
+}  # fmt: skip
 
 
 class Bench:
@@ -37,15 +54,18 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace):
         self.options, self.config = options, _config(options)
-        self.params = TrainParams(steps=options.steps, loss=options.kind, precision="bfloat16")
+        self.dtype, self.device = DTYPES[options.precision], torch.device(options.device)
+        self.params = TrainParams(
+            steps=options.steps, loss=options.kind, precision=options.precision
+        )
         torch.manual_seed(0)
-        with torch.device("cuda"):
+        with self.device:
             self.drafter = Drafter(self.config)
             for parameter in self.drafter.parameters():
                 if parameter.ndim == 2:
                     torch.nn.init.normal_(parameter, std=0.02)
             self.drafter.t2d[: options.draft_vocab] = True
-            head = torch.randn(options.draft_vocab, options.hidden, dtype=torch.bfloat16)
+            head = torch.randn(options.draft_vocab, options.hidden, dtype=self.dtype)
             head.mul_(options.hidden**-0.5)
         self.drafter.embed_tokens.weight.requires_grad_(False)
         # All ids are in the draft vocabulary: every label has a loss.
@@ -55,8 +75,8 @@ class Bench:
         self.replica = Replicated(
             self.drafter,
             lambda drafter: Objective(drafter, head, self.params),
-            torch.bfloat16,
-            Place(torch.device("cuda")),
+            self.dtype,
+            Place(self.device),
         )
         self.optimizers = make_optimizers(self.replica.named, self.params)
         exist = [max(0, options.tokens - self.prompt_tokens - 1 - k) for k in range(options.steps)]
@@ -66,12 +86,13 @@ class Bench:
     def _batch(self) -> tuple[Batch, Labels]:
         o, count = self.options, self.options.rows * self.options.tokens
         rows = PackedRows.pack(list(self.ids), [self.prompt_tokens] * o.rows)
-        with torch.device("cuda"):
-            states = torch.randn(count, len(self.config.slots) * o.hidden, dtype=torch.bfloat16)
-            normed = torch.randn(count, o.hidden, dtype=torch.bfloat16)
+        with self.device:
+            states = torch.randn(count, len(self.config.slots) * o.hidden, dtype=self.dtype)
+            normed = torch.randn(count, o.hidden, dtype=self.dtype)
             logsumexp = torch.full((count,), 12.0)
         greedy = torch.randint(o.draft_vocab, (count,))
-        return Batch([], rows.to("cuda"), states, normed, rows), Labels(normed, greedy, logsumexp)
+        batch = Batch([], rows.to(self.device), states, normed, rows)
+        return batch, Labels(normed, greedy, logsumexp)
 
     def update(self) -> None:
         self.replica.start()
@@ -96,84 +117,110 @@ def _config(options: argparse.Namespace) -> DrafterConfig:
     return DrafterConfig.for_target(target, options.draft_vocab)
 
 
-def matrix_peak_per_s(size: int = 8192, repeats: int = 10) -> float:
-    """FLOP per second of a bf16 product of two square random matrices on the GPU."""
-    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+def matrix_peak_per_s(options: argparse.Namespace, size: int = 8192, repeats: int = 10) -> float:
+    """FLOP per second of a product of two square random matrices, there and in that dtype."""
+    if options.device == "cpu":
+        return gemm_peak(torch.get_num_threads(), options.precision)
+    a, b = (
+        torch.randn(size, size, device=options.device, dtype=DTYPES[options.precision])
+        for _ in range(2)
+    )
     for _ in range(3):
         a @ b
-    torch.cuda.synchronize()
+    _wait(options)
     started = time.perf_counter()
     for _ in range(repeats):
         a @ b
-    torch.cuda.synchronize()
+    _wait(options)
     return 2 * size**3 * repeats / (time.perf_counter() - started)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    peak_before = matrix_peak_per_s()
     bench = Bench(options)
-    started = time.perf_counter()
-    for _ in range(2):  # the first one compiles
-        bench.update()
-    torch.cuda.synchronize()
-    first_s = time.perf_counter() - started
-    torch.cuda.reset_peak_memory_stats()
-    seconds = []
+    first_s = _timed(bench, options, 2)  # the first one compiles
+    if options.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    peaks, seconds = [], []
     for _ in range(options.repeats):
-        started = time.perf_counter()
-        bench.update()
-        torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - started)
-    peak = (peak_before + matrix_peak_per_s()) / 2
+        peaks.append(matrix_peak_per_s(options))
+        seconds.append(_timed(bench, options, 1))
     rows = [(ids, bench.prompt_tokens) for ids in bench.ids]
     needed = needed_operations(bench.config, rows, bench.drafter.t2d.cpu(), options.steps)
     flop = sum(needed.values())
+    shares = [flop / s / peak for s, peak in zip(seconds, peaks, strict=True)]
     median_s = statistics.median(seconds)
     if options.profile:
         _print_profile(bench)
+    on_gpu = options.device == "cuda"
     return {
         "first_updates_s": first_s,
         "update_s": median_s,
+        "updates_s": seconds,
         "tokens_per_s": options.rows * options.tokens / median_s,
         "flop": flop,
         "flop_by_part": needed,
         "flop_per_s": flop / median_s,
-        "matrix_peak_flop_per_s": peak,
-        "share_of_matrix_peak": flop / median_s / peak,
-        "peak_memory_bytes": torch.cuda.max_memory_allocated(),
-        "gpu": torch.cuda.get_device_name(),
+        "matrix_peak_flop_per_s": statistics.median(peaks),
+        "share_of_matrix_peak": statistics.median(shares),
+        "shares": shares,
+        "peak_memory_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
+        "gpu": torch.cuda.get_device_name() if on_gpu else None,
+        "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }
 
 
-def _print_profile(bench: Bench) -> None:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+def _timed(bench: Bench, options: argparse.Namespace, updates: int) -> float:
+    _wait(options)
+    started = time.perf_counter()
+    for _ in range(updates):
         bench.update()
+    _wait(options)
+    return time.perf_counter() - started
+
+
+def _wait(options: argparse.Namespace) -> None:
+    if options.device == "cuda":
         torch.cuda.synchronize()
-    table = profile.key_averages().table(
-        sort_by="cuda_time_total", row_limit=25, max_name_column_width=60
-    )
+
+
+def _print_profile(bench: Bench) -> None:
+    kind = bench.options.device
+    activity = getattr(torch.profiler.ProfilerActivity, kind.upper())
+    with torch.profiler.profile(activities=[activity]) as profile:
+        bench.update()
+        _wait(bench.options)
+    order = "cuda_time_total" if kind == "cuda" else "self_cpu_time_total"
+    table = profile.key_averages().table(sort_by=order, row_limit=25, max_name_column_width=60)
     print("\n".join(line[:62] + line[-90:] for line in table.splitlines()))
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rows", type=int, default=4, help="conversations in an update")
-    parser.add_argument("--tokens", type=int, default=4096, help="tokens of each")
-    parser.add_argument("--prompt-share", type=float, default=0.0, help="of each conversation")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--precision", default="bfloat16", choices=tuple(DTYPES))
+    parser.add_argument("--rows", type=int, help="conversations in an update")
+    parser.add_argument("--tokens", type=int, help="tokens of each")
+    parser.add_argument("--prompt-share", type=float, help="of each conversation")
     parser.add_argument("--steps", type=int, default=7)
-    parser.add_argument("--hidden", type=int, default=4096, help="H, of drafter and target")
-    parser.add_argument("--intermediate", type=int, default=14_336)
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--vocab", type=int, default=128_256)
-    parser.add_argument("--draft-vocab", type=int, default=32_000)
+    parser.add_argument("--hidden", type=int, help="H, of drafter and target")
+    parser.add_argument("--intermediate", type=int)
+    parser.add_argument("--heads", type=int)
+    parser.add_argument("--kv-heads", type=int)
+    parser.add_argument("--vocab", type=int)
+    parser.add_argument("--draft-vocab", type=int)
     parser.add_argument("--kind", default="kl", help="loss")
     parser.add_argument("--repeats", type=int, default=8)
-    parser.add_argument("--profile", action="store_true", help="print where the GPU's time goes")
-    return parser.parse_args(arguments)
+    parser.add_argument("--profile", action="store_true", help="print where the time goes")
+    options = parser.parse_args(arguments)
+    for name, value in _SHAPES[options.device].items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    return options
 
 
 if __name__ == "__main__":
     given = parse()
+    if given.device == "cpu":
+        keep_freed_memory()  # as the trainer does
     print(json.dumps(vars(given) | measure(given)))

@@ -257,6 +257,7 @@ class Trainer:
             "cut_rows": chosen.cut_rows,
             "cut_tokens": chosen.cut_tokens,
             "tokens": {"train": chosen.answer_tokens},
+            "precision": self.cfg.precision,
             "verdict": verdict(chosen.answer_tokens),
         }
         if self.place.rank > 0:
