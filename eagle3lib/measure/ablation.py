@@ -9,6 +9,7 @@ lie apart, no more.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,39 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
             next="python -m eagle3lib.training.ablation --help",
         )
     return results
+
+
+def comparable(
+    results: list[dict[str, Any]], wanted: Sequence[tuple[str, int]] = ()
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """The cells that compare fairly, and in words what is not among them.
+
+    An ablation may have been cut short, or cells have failed. Kept are the variants that have all
+    of some seeds, and those seeds of them: the choice that keeps most cells. ``wanted``: (variant,
+    seed) of the cells that there should be.
+    """
+    seeds: dict[str, set[int]] = {}
+    for result in results:
+        seeds.setdefault(result["variant"], set()).add(result["seed"])
+
+    def having(some: set[int]) -> list[str]:
+        return [variant for variant, own in seeds.items() if some <= own]
+
+    best = max(seeds.values(), key=lambda some: (len(some) * len(having(some)), len(some)))
+    kept = [r for r in results if r["variant"] in having(best) and r["seed"] in best]
+    there = {(r["variant"], r["seed"]) for r in results}
+    used = {(r["variant"], r["seed"]) for r in kept}
+    missing = [f"{v}, seed {s}: not made" for v, s in wanted if (v, s) not in there]
+    odd = sorted(there - used)
+    return kept, missing + [f"{v}, seed {s}: not all have this seed" for v, s in odd]
+
+
+def seed_lengths(counts: dict[str, Counts]) -> dict[str, dict[str, list[float]]]:
+    """By variant and judgement: the length of every seed alone, over all conversations."""
+    return {
+        variant: {name: length_of(table.sum(1)).tolist() for name, table in own.items()}
+        for variant, own in counts.items()
+    }
 
 
 def offline_counts(results: list[dict[str, Any]]) -> dict[str, Counts]:

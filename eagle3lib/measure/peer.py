@@ -2,8 +2,8 @@
 
 Speed: both train one epoch of the same conversations in short blocks, ours, peer, ours, peer; the
 ratio is taken within each pair, since the machine drifts. Quality: acceptance length on held-out
-prompts, served by vLLM, after equal tokens (the same epochs) and after equal time (as many epochs
-of ours as fit into the wall time of the peer's process, imports and checkpoints included).
+prompts, served by vLLM or simulated along the target's answers, after equal tokens (the same
+epochs) and after equal time (as many epochs of ours as fit into the peer's updates).
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ import numpy as np
 import pandas as pd
 import torch
 
-from eagle3lib.drafter.checkpoint import set_vocab
+from eagle3lib.drafter.checkpoint import read_drafter, set_vocab
 from eagle3lib.drafter.config import DrafterConfig
 from eagle3lib.drafter.model import Drafter
 from eagle3lib.drafter.phase import export_drafter
+from eagle3lib.drafter.simulate import simulate
 from eagle3lib.drafter.vocab import VocabMap
 from eagle3lib.lab.files import read_json, write_json
 from eagle3lib.lab.params import BenchmarkParams, ExportParams
@@ -34,6 +35,7 @@ from eagle3lib.target.folder import Target
 from eagle3lib.target.model import TargetHead
 from eagle3lib.target.states import StateStore
 from eagle3lib.training.arithmetic import gemm_peak, needed_operations
+from eagle3lib.training.data import conversations, trainable
 from eagle3lib.training.job import Folders, best_drafter
 from eagle3lib.training.peer import OWN, PEER, BenchRows, Trained
 
@@ -79,17 +81,18 @@ def epoch_operations(
 def speed_summary(blocks: list[Block], operations: dict[str, int]) -> dict[str, Any]:
     """Medians over the blocks. ``operations``: :func:`epoch_operations` of the block's rows.
 
-    The shares are of the best bf16 rate seen in any block: a slow moment of the machine must not
-    flatter either trainer.
+    The shares are of the best rate seen in any block, of either dtype: neither a slow moment of the
+    machine nor a dtype that it multiplies slowly must flatter a trainer.
     """
     peak = {d: max(b.peak_per_s[d] for b in blocks) for d in _DTYPES}
+    best = max(peak.values())
     ratios, whole = [b.ratio for b in blocks], sum(operations.values())
     return {
         "blocks": [asdict(b) | {"ratio": round(b.ratio, 4)} for b in blocks],
         "needed_operations": operations,
         "gemm_peak_per_s": peak,
-        OWN: _trainer_speed([b.own for b in blocks], whole, peak["bfloat16"]),
-        PEER: _trainer_speed([b.peer for b in blocks], whole, peak["bfloat16"]),
+        OWN: _trainer_speed([b.own for b in blocks], whole, best),
+        PEER: _trainer_speed([b.peer for b in blocks], whole, best),
         "ratio": {
             "median": round(statistics.median(ratios), 4),
             "low": round(min(ratios), 4),
@@ -111,9 +114,9 @@ def _trainer_speed(runs: list[Trained], operations: int, peak_per_s: float) -> d
 
 
 def epochs_in_equal_time(own: Trained, peer: Trained) -> int:
-    """Epochs that our process finishes in the wall time of the peer's, at least one."""
-    around_s, epoch_s = own.wall_s - own.seconds, own.seconds / own.epochs
-    return max(1, math.floor((peer.wall_s - around_s) / epoch_s))
+    """Epochs whose updates we finish in the time of the peer's, at least one. What is around the
+    updates is left out on both sides: a training that was killed has paid it more than once."""
+    return max(1, math.floor(peer.seconds / (own.seconds / own.epochs)))
 
 
 def export_own(training: Path, data: Path, target: Target, folder: Path) -> Path:
@@ -157,6 +160,31 @@ def serve_drafters(
     for name, drafter in drafters.items():
         rows = run_arms(phase, cfg, {name: drafter}, prompts, target.folder)
     return [row for row in rows if row.arm in drafters]
+
+
+def simulate_drafters(
+    store: StateStore, drafters: dict[str, Path], target: Target, steps: int
+) -> list[RequestRow]:
+    """Rounds of the greedy simulator along every held-out answer of the run, each drafter's in
+    fp32; no engine. Rows as :func:`serve_drafters` gives them, without times."""
+    entries = trainable(store.select(split="heldout")).entries
+    items, embedding = conversations(store, entries), TargetHead(target).embedding
+    rows = []
+    for name, folder in drafters.items():
+        drafter = read_drafter(folder, target.config, embedding, torch.float32)
+        for entry, item, replay in zip(
+            entries, items, simulate(drafter, items, steps), strict=True
+        ):
+            ids, prompt = item.token_ids.tolist(), item.prompt_tokens
+            rows.append(
+                RequestRow(
+                    arm=name, set=entry.set, prompt=entry.id, repeat=0,
+                    prompt_token_ids=ids[:prompt], answer_token_ids=ids[prompt:],
+                    finish_reason="simulated", duration_s=0.0, accepted=replay.accepted,
+                    drafted=[steps] * len(replay.accepted),
+                )
+            )  # fmt: skip
+    return rows
 
 
 def quality_summary(
@@ -211,7 +239,7 @@ def speed_table(speed: dict[str, Any]) -> pd.DataFrame:
             {
                 "trainer": name,
                 "tokens/s (median)": speed[name]["tokens_per_s"],
-                "share of the bf16 matrix peak": f"{speed[name]['share_of_peak']:.1%}",
+                "share of the matrix peak": f"{speed[name]['share_of_peak']:.1%}",
                 "CPU seconds a block": speed[name]["cpu_s"],
                 "peak memory, MB": (speed[name]["peak_rss_bytes"] or 0) // 10**6 or None,
             }
@@ -228,7 +256,7 @@ def quality_table(quality: dict[str, Any]) -> pd.DataFrame:
         entry = {
             "drafter": name,
             "epochs": run.get("epochs"),
-            "training, s in all": run.get("wall_s"),
+            "training, s of updates": run.get("seconds"),
             "acceptance length": line["all"]["acceptance_length"],
         }
         entry |= {f"{s} set": counts["acceptance_length"] for s, counts in line["sets"].items()}

@@ -13,7 +13,8 @@ compiles each).
     DIR/vocab_map.safetensors
     DIR/cells/VARIANT-SEED/drafter/      the last weights, as an engine serves them
     DIR/cells/VARIANT-SEED/result.json   its ``judge``-ment; a cell that has it is not trained again
-    DIR/results.jsonl                    all cells, the best last
+    DIR/cells/VARIANT-SEED/failed.txt    why there is no result: the other cells go on
+    DIR/results.jsonl                    the finished cells, the best last, written as each one ends
 
 Each is judged on held-out conversations, one by one: rounds of the greedy simulator (T = 0), and
 the chain of expected acceptances along the answers (T = 1, ``evaluate.py``). Memory: the states,
@@ -27,8 +28,11 @@ import json
 import shutil
 import sys
 import time
+import traceback
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,41 +50,73 @@ from eagle3lib.training.evaluate import chain_length
 _POLL_S = 0.5
 
 
-def run_cells(job: Ablation, cells: list[Cell]) -> None:
-    """In this process, one after the other; finished ones stay."""
+def run_cells(job: Ablation, cells: list[Cell], ended: Callable[[], object] = lambda: None) -> None:
+    """In this process, one after the other; finished ones stay. ``ended`` is called after each.
+
+    A cell that fails says why in its folder and costs the others nothing.
+    """
     for cell in cells:
         job.params(cell)  # a wrong variant is refused before anything is computed
     left = [cell for cell in cells if not job.finished(cell)]
     bench = Workbench(job) if left else None
     for cell in left:
-        if (cell.folder(job.out) / "result.json").exists():  # of other settings
-            shutil.rmtree(cell.folder(job.out))
+        where = cell.folder(job.out)
+        if (where / "result.json").exists():  # of other settings
+            shutil.rmtree(where)
+        (where / "failed.txt").unlink(missing_ok=True)
         assert bench is not None
-        result = bench.run(cell)
-        greedy, sampled = lengths(result["conversations"])
-        print(
-            f"{cell.variant} seed {cell.seed}: {greedy:.3f} at T = 0, {sampled:.3f} at T = 1, "
-            f"{result['seconds']:.0f} s of updates",
-            flush=True,
-        )
+        try:
+            result = bench.run(cell)
+        except Exception:  # whatever it is: hours of other cells must not go with it
+            where.mkdir(parents=True, exist_ok=True)
+            (where / "failed.txt").write_text(traceback.format_exc(), encoding="utf-8")
+            print(f"{cell.variant} seed {cell.seed}: failed, see {where}/failed.txt", flush=True)
+        else:
+            greedy, sampled = lengths(result["conversations"])
+            print(
+                f"{cell.variant} seed {cell.seed}: {greedy:.3f} at T = 0, {sampled:.3f} at T = 1, "
+                f"{result['seconds']:.0f} s of updates",
+                flush=True,
+            )
+        ended()
 
 
 def run_ablation(job: Ablation, jobs: int = 1) -> list[dict[str, Any]]:
-    """All cells, in ``jobs`` processes; returns and writes ``results.jsonl``, the best last.
+    """All cells, in ``jobs`` processes; returns what ``results.jsonl`` holds, the best last.
 
-    Raises ``UserError`` with the end of a process's log when it dies; the others go on to their
-    end, and a second run makes what is left.
+    Raises ``UserError`` at the end where cells failed or a process died; what is finished is in
+    the file by then, and a second run makes what is left.
     """
     cells = job.cells()
     if jobs == 1:
-        run_cells(job, cells)
+        run_cells(job, cells, partial(write_results, job))
     else:
         _run_children(job, min(jobs, len(cells)))
-    results = [read_json(cell.folder(job.out) / "result.json") for cell in cells]
+    results, failed = write_results(job), _failures(job)
+    if failed:
+        cell, why = failed[0]
+        raise UserError(
+            f"{len(failed)} of {len(cells)} cells failed; {cell.variant} seed {cell.seed}: {why}",
+            expected=f"a result of each; {len(results)} are in results.jsonl",
+            where=cell.folder(job.out) / "failed.txt",
+            next="mend it and run the same again: finished cells stay",
+        )
+    return results
+
+
+def write_results(job: Ablation) -> list[dict[str, Any]]:
+    """The finished cells, the best last, as they are in ``results.jsonl`` from now on."""
+    results = [result for cell in job.cells() if (result := job.finished(cell))]
     results.sort(key=lambda result: sum(lengths(result["conversations"])))
     text = b"".join(json_line(result) for result in results)
     write_atomic(job.out / "results.jsonl", lambda temporary: temporary.write_bytes(text))
     return results
+
+
+def _failures(job: Ablation) -> list[tuple[Cell, str]]:
+    """Cells that said why they failed, with the last line of it."""
+    notes = [(cell, cell.folder(job.out) / "failed.txt") for cell in job.cells()]
+    return [(c, note.read_text().strip().splitlines()[-1]) for c, note in notes if note.exists()]
 
 
 def lengths(lines: list[dict[str, Any]]) -> tuple[float, float]:
@@ -109,7 +145,10 @@ def _run_children(job: Ablation, jobs: int) -> None:
         while any(child.exit_code() is None for child in children):
             time.sleep(_POLL_S)
             made = sum((cell.folder(job.out) / "result.json").exists() for cell in job.cells())
+            if made > bar.n:
+                write_results(job)
             bar.update(made - bar.n)
+        write_results(job)
         for child in children:
             if child.exit_code() != 0:
                 raise UserError(
@@ -181,7 +220,8 @@ def main(arguments: list[str] | None = None) -> int:
             share, shares = (int(part) for part in options.share.split("/"))
             run_cells(job, share_of(job.cells(), share, shares))
         else:
-            for result in run_ablation(job, options.jobs):
+            run_ablation(job, options.jobs)
+            for result in write_results(job):
                 shown = {k: result[k] for k in ("variant", "seed", "tokens", "updates", "seconds")}
                 greedy, sampled = lengths(result["conversations"])
                 print(json.dumps(shown | {"T=0": round(greedy, 4), "T=1": round(sampled, 4)}))

@@ -22,7 +22,7 @@ anything that is computed and thrown away. The label of step k at p is taken to 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from jaxtyping import Bool, Int64
@@ -70,21 +70,28 @@ def needed_operations(
     return total
 
 
+def seconds_of(work: Callable[[], object], threads: int) -> float:
+    """Seconds of work on a CPU. Of one thread those that it computed: what else runs on the machine
+    at the time then takes none of them. Of more those of the clock: threads spin while they wait.
+    """
+    clock = time.process_time if threads == 1 else time.perf_counter
+    started = clock()
+    work()
+    return clock() - started
+
+
 def gemm_peak(threads: int, dtype: str) -> float:
-    """Operations a second of torch's matrix product on the CPU, the best of some (about 1 s)."""
+    """Operations a second of torch's matrix product on the CPU, the best of some (about 1 s; see
+    ``seconds_of``)."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        return max(_product_rate(size, getattr(torch, dtype)) for size in _SIZES)
+        return max(_product_rate(size, getattr(torch, dtype), threads) for size in _SIZES)
     finally:
         torch.set_num_threads(before)
 
 
-def _product_rate(size: int, dtype: torch.dtype) -> float:
+def _product_rate(size: int, dtype: torch.dtype, threads: int) -> float:
     left, right = (torch.randn(size, size, dtype=dtype) for _ in range(2))
-    best_s = float("inf")
-    for _ in range(_REPEATS):
-        started = time.perf_counter()
-        left @ right
-        best_s = min(best_s, time.perf_counter() - started)
+    best_s = min(seconds_of(lambda: left @ right, threads) for _ in range(_REPEATS))
     return 2 * size**3 / best_s

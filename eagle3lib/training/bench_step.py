@@ -1,12 +1,13 @@
 """How fast a training update is, as a share of what the machine's matrix product reaches.
 
     python -m eagle3lib.training.bench_step                 # a drafter for an 8B Llama, 4 x 4,096
-    python -m eagle3lib.training.bench_step --device cpu    # one for SmolLM2, 6 x 180, 8k vocabulary
+    python -m eagle3lib.training.bench_step --device cpu    # one for SmolLM2, 6 x 180, 8k vocab
 
 Random states of the given shape go through the very update that training makes: unroll, loss,
 backward, clipping and AdamW over fp32 weights. The matrix peak (the product of large square random
 matrices, in the dtype of the update's products) is measured before every update: machines drift,
-and the share is taken within each pair. The last line of the output is one JSON document.
+and the share is taken within each pair. On a busy CPU give it one thread (OMP_NUM_THREADS=1): then
+only the time counts in which it computed. The last line of the output is one JSON document.
 
 The counting rule is ``arithmetic.py``'s: what the method needs, nothing that is padded, recomputed
 or thrown away.
@@ -28,7 +29,7 @@ from eagle3lib.drafter.rows import PackedRows
 from eagle3lib.lab.machine import keep_freed_memory
 from eagle3lib.lab.params import TrainParams
 from eagle3lib.target.model import DTYPES
-from eagle3lib.training.arithmetic import gemm_peak, needed_operations
+from eagle3lib.training.arithmetic import gemm_peak, needed_operations, seconds_of
 from eagle3lib.training.data import Batch
 from eagle3lib.training.loss import step_scale
 from eagle3lib.training.objective import Labels, Objective
@@ -171,12 +172,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _timed(bench: Bench, options: argparse.Namespace, updates: int) -> float:
+    def work() -> None:
+        for _ in range(updates):
+            bench.update()
+        _wait(options)
+
     _wait(options)
-    started = time.perf_counter()
-    for _ in range(updates):
-        bench.update()
-    _wait(options)
-    return time.perf_counter() - started
+    # The host's own seconds say nothing of a GPU's.
+    return seconds_of(work, torch.get_num_threads() if options.device == "cpu" else 0)
 
 
 def _wait(options: argparse.Namespace) -> None:

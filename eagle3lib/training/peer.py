@@ -2,7 +2,8 @@
 
 The peer is ``speculators`` 0.9.0 in its own environment (``make peer``), used as a program with its
 defaults. What a CPU forces on it, and nothing else, is set: plain attention and an unfused loss
-(its defaults are kernels for a GPU), no loader processes, and ``peer_shim.py`` for the device. Its
+(its defaults are kernels for a GPU), no loader processes, ``peer_shim.py`` for the device, and
+float32 where that is what our own trainer takes, too (``precision_here``). Its
 batches are packed to a fixed length; 8,192 tokens, its default, need 17 GB for the attention of
 seven steps, and of 512, 1,024 and 2,048 the shortest trained fastest on two cores.
 
@@ -13,7 +14,9 @@ Layout of the peer's data folder, rows in the order of ``BenchRows``, the held-o
     d2t-8192.npy, t2d-8192.npy       our vocabulary map, the same law
 
 Both trainers are timed by their own record of each update; what is around it (imports, first and
-last evaluation, checkpoints) is in ``wall_s``.
+last evaluation, checkpoints) is in ``wall_s``. A training that is killed goes on when it is asked
+for again, each trainer from its own last checkpoint (the peer's are at the ends of epochs); what
+was done twice counts once in the updates' seconds, and twice in ``wall_s``.
 """
 
 from __future__ import annotations
@@ -43,10 +46,11 @@ from eagle3lib.lab.machine import ROOT
 from eagle3lib.lab.params import TrainParams
 from eagle3lib.target.folder import Target
 from eagle3lib.target.states import StateEntry, StateStore
+from eagle3lib.training.parallel import Place
 
 OWN, PEER = "ours", "speculators 0.9.0"
 _SHIM = Path(__file__).with_name("peer_shim.py")
-_POLL_S = 0.2
+_POLL_S, _WRITE_S = 0.2, 5.0
 # Its log goes through rich, which wraps at a terminal's width, and colours all that a notebook's
 # kernel starts.
 _PLAIN_LOG = {"COLUMNS": "2000", "FORCE_COLOR": "", "NO_COLOR": "1"}
@@ -131,7 +135,8 @@ def write_peer_rows(
 class Trained:
     """One finished training. ``tokens`` are those of the conversations, as often as they were seen.
 
-    ``seconds`` are those of the updates alone, ``wall_s`` those of the process from start to end.
+    ``seconds`` are those of the updates alone, ``wall_s`` and ``cpu_s`` those of all processes that
+    it took, ``pieces``.
     """
 
     trainer: str
@@ -143,6 +148,7 @@ class Trained:
     cpu_s: float
     peak_rss_bytes: int | None
     threads: int
+    pieces: int = 1
 
     @property
     def tokens_per_s(self) -> float:
@@ -160,12 +166,12 @@ def train_own(folder: Path, data: Path, rows: BenchRows, cfg: TrainParams, threa
         job |= {"states": str(data / "states"), "vocab": str(data / "vocab_map.safetensors")}
         write_json(folder / "job.json", job)
         command = [sys.executable, "-m", "eagle3lib.training", str(folder / "job.json")]
-        usage = _run(command, folder / "train.log", _env(threads), cwd=ROOT)
+        spent = _run(command, folder / "train.log", _env(threads), cwd=ROOT)
         updates = [r for r in read_jsonl(folder / "metrics.jsonl") if r["kind"] == "train"]
         tokens = sum(r["tokens"] for r in updates)
         _check_tokens(OWN, tokens, cfg.epochs * rows.tokens, folder / "metrics.jsonl")
         return Trained(
-            OWN, cfg.epochs, tokens, len(updates), updates[-1]["seconds"], *usage, threads
+            OWN, cfg.epochs, tokens, len(updates), updates[-1]["seconds"], threads=threads, **spent
         )
 
     settings = {"params": cfg.model_dump(mode="json"), "rows": _fingerprint(rows)}
@@ -182,6 +188,7 @@ class PeerSettings:
     steps: int
     epochs: int
     seq_len: int = 512
+    precision: str = "bfloat16"  # its default
     more: tuple[str, ...] = ()
 
     def options(self, data: Path, rows: BenchRows, save: Path) -> list[str]:
@@ -196,14 +203,20 @@ class PeerSettings:
             "draft-vocab-size": self.draft_vocab_size,
             "ttt-steps": self.steps,
             "epochs": self.epochs,
-            "checkpoint-freq": self.epochs,
+            "checkpoint-freq": 1,
             "total-seq-len": self.seq_len,
             "draft-attn-impl": "sdpa",
             "loss-implementation": "eager",
+            "hidden-states-dtype": self.precision,
             "num-workers": 0,
             "on-missing": "raise",
         }
         return [word for k, v in named.items() for word in (f"--{k}", str(v))] + list(self.more)
+
+
+def precision_here(cfg: TrainParams) -> str:
+    """The dtype of products in a training with these parameters on this CPU."""
+    return Place(torch.device("cpu")).precision(cfg.precision)
 
 
 def train_peer(
@@ -215,14 +228,14 @@ def train_peer(
     def run() -> Trained:
         log = folder / "train.log"
         env = _env(threads) | _PLAIN_LOG | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
-        usage = _run([str(peer.python), str(_SHIM), "train", *options], log, env, cwd=folder)
+        spent = _run([str(peer.python), str(_SHIM), "train", *options], log, env, cwd=folder)
         updates = read_peer_log(log.read_text(encoding="utf-8"))
         # It drops the first token of every conversation before it counts.
         expected = peer.epochs * sum(e.tokens - 1 for e in rows.train)
         _check_tokens(PEER, round(sum(u.tokens for u in updates)), expected, log)
         return Trained(
             PEER, peer.epochs, peer.epochs * rows.tokens, len(updates),
-            round(sum(u.seconds for u in updates), 2), *usage, threads,
+            round(sum(u.seconds for u in updates), 2), threads=threads, **spent,
         )  # fmt: skip
 
     settings = {"options": options, "rows": _fingerprint(rows), "threads": threads}
@@ -252,11 +265,13 @@ class PeerUpdate:
 
 
 def read_peer_log(text: str) -> list[PeerUpdate]:
-    """Updates in the order of the log, at whatever width rich has wrapped it."""
-    return [
-        PeerUpdate(int(step), int(epoch), float(rate) * float(ms) / 1e3, float(ms) / 1e3)
+    """Updates in their order, at whatever width rich has wrapped the log. Of an update that was
+    made again after a kill the last one."""
+    found = {
+        int(step): PeerUpdate(int(step), int(epoch), float(rate) * float(ms) / 1e3, float(ms) / 1e3)
         for ms, rate, epoch, step in _UPDATE.findall(re.sub(r"\s+", " ", text))
-    ]
+    }
+    return [found[step] for step in sorted(found)]
 
 
 def _check_tokens(trainer: str, seen: int, expected: int, where: Path) -> None:
@@ -273,22 +288,37 @@ def _env(threads: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
 
 
-def _run(
-    command: list[str], log: Path, env: dict[str, str], cwd: Path
-) -> tuple[float, float, int | None]:
-    """Run to the end; (wall seconds, CPU seconds, peak resident bytes) of the child."""
-    started, cpu_s, peak = time.monotonic(), 0.0, None
+def _run(command: list[str], log: Path, env: dict[str, str], cwd: Path) -> dict[str, Any]:
+    """Run to the end; what this process and those before it took, as ``Trained`` names it.
+
+    Written down while it runs: whoever is killed with it leaves what was spent.
+    """
+    file = log.with_name("pieces.json")
+    before = read_json(file) if file.exists() else []
+    started, written, cpu_s, peak = time.monotonic(), 0.0, 0.0, None
     with Child(command, log=log, env=env, cwd=cwd) as child:
         while child.exit_code() is None:
             time.sleep(_POLL_S)
             cpu_s, peak = _usage(child.pid) or (cpu_s, peak)
+            wall_s = time.monotonic() - started
+            if wall_s > written + _WRITE_S:
+                write_json(file, [*before, [wall_s, cpu_s, peak]])
+                written = wall_s
         if child.exit_code() != 0:
             raise UserError(
                 f"{command[1:3]} died (exit code {child.exit_code()}):\n{child.last_lines(12)}",
                 where=log,
                 next="mend it and run the notebook again: what is finished stays",
             )
-    return round(time.monotonic() - started, 2), round(cpu_s, 2), peak
+    pieces = [*before, [time.monotonic() - started, cpu_s, peak]]
+    write_json(file, pieces)
+    walls, cpus, peaks = zip(*pieces, strict=True)
+    return {
+        "wall_s": round(sum(walls), 2),
+        "cpu_s": round(sum(cpus), 2),
+        "peak_rss_bytes": max((p for p in peaks if p is not None), default=None),
+        "pieces": len(pieces),
+    }
 
 
 def _usage(supervisor: int) -> tuple[float, int | None] | None:
@@ -308,12 +338,16 @@ def _fingerprint(rows: BenchRows) -> list[str]:
 
 
 def _once(folder: Path, settings: dict[str, Any], run: Callable[[], Trained]) -> Trained:
-    """The recorded result when it was made with these settings; else a fresh folder and a run."""
+    """The recorded result when it was made with these settings; else a run, on top of what one of
+    the same settings has left."""
     path, settings = folder / "result.json", json.loads(json.dumps(settings))
     if path.exists() and read_json(path)["settings"] == settings:
         return Trained(**read_json(path)["result"])
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    begun = folder / "settings.json"
+    if path.exists() or not begun.exists() or read_json(begun) != settings:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        write_json(begun, settings)
     result = run()
     print(
         f"{result.trainer}: {result.tokens:,} tokens in {result.seconds:.1f} s of updates "

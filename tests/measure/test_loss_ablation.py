@@ -94,9 +94,32 @@ def test_served_rounds_are_those_of_the_requests(tmp_path):
     assert judge.finalists(found, 9) == ["lk", "kl"], "what was never trained can't win"
 
 
+def test_an_ablation_cut_short_compares_what_it_has_and_names_what_it_lacks():
+    wanted = [(v, s) for v in ("kl", "lk", "ce", "tv") for s in range(3)]
+    kept, missing = judge.comparable(CELLS + BETTER[:2] + LIKE[:2], wanted)
+    assert {(c["variant"], c["seed"]) for c in kept} == {
+        (v, s) for v in ("kl", "lk", "ce") for s in range(2)
+    }
+    assert judge.offline_counts(kept).keys() == {"kl", "lk", "ce"}
+    assert "lk, seed 2: not made" in missing and "kl, seed 2: not all have this seed" in missing
+    assert sum("tv" in line for line in missing) == 3
+    kept, missing = judge.comparable(CELLS + BETTER + LIKE[:1], [("kl", 0)])
+    assert {c["variant"] for c in kept} == {"kl", "lk"} and len(kept) == 6
+    assert missing == ["ce, seed 0: not all have this seed"]
+
+
 def test_the_figure_shows_every_variant_and_baseline():
-    found = judge.estimates(judge.offline_counts(CELLS + BETTER), "kl")
-    figure = ablation_figure(found, {}, judge.baseline_lengths(CELLS), "lk")
-    assert {tuple(trace.y) for trace in figure.data if trace.y} == {("kl", "lk")}
+    counts = judge.offline_counts(CELLS + BETTER)
+    found, seeds = judge.estimates(counts, "kl"), judge.seed_lengths(counts)
+    assert seeds["kl"][GREEDY] == pytest.approx([1 + np.mean(BASE) + 0.01 * s for s in range(3)])
+    figure = ablation_figure(found, {}, judge.baseline_lengths(CELLS), "lk", "kl", seeds)
+    assert {tuple(trace.y) for trace in figure.data if trace.y} == {
+        ("kl", "lk"), ("kl",) * 3 + ("lk",) * 3,
+    }  # fmt: skip
+    gain = found["lk"][f"{SAMPLED}_ratio"].value - 1
+    assert any(f"{gain:+.1%}" in str(trace.text) for trace in figure.data)
+    assert "lk beats kl" in figure.layout.title.text and f"{gain:+.1%}" in figure.layout.title.text
+    plain = ablation_figure(found, {}, judge.baseline_lengths(CELLS), "kl", "kl")
+    assert "none is shown to beat kl" in plain.layout.title.text
     assert {a.text for a in figure.layout.annotations} >= {"unigram", "bigram", UNTRAINED, "T = 1"}
     assert list(judge.ablation_table(found)["loss"]) == ["lk", "kl"]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from eagle3lib.drafter.checkpoint import read_drafter
+from eagle3lib.drafter.simulate import simulate
 from eagle3lib.drafter.vocab import VocabMap
 from eagle3lib.measure.arms import RequestRow
 from eagle3lib.measure.peer import (
@@ -15,11 +16,14 @@ from eagle3lib.measure.peer import (
     length_ratio,
     quality_summary,
     quality_table,
+    simulate_drafters,
     speed_summary,
     speed_table,
 )
 from eagle3lib.report.peer_figure import peer_figure
 from eagle3lib.target.model import TargetHead
+from eagle3lib.target.states import StateStore
+from eagle3lib.training.data import conversations, trainable
 from eagle3lib.training.peer import OWN, PEER, Trained
 
 
@@ -51,14 +55,33 @@ def test_a_slow_spell_of_the_machine_leaves_the_ratio_alone():
     assert speed[OWN]["tokens_per_s"] == 1000.0
     assert speed[OWN]["share_of_peak"] == 0.5  # of the best peak of all blocks
     assert speed[PEER]["tokens_per_s"] == pytest.approx(1000 / 4.4, abs=0.1)
-    assert speed_table(speed)["share of the bf16 matrix peak"][0] == "50.0%"
+    assert speed_table(speed)["share of the matrix peak"][0] == "50.0%"
 
 
-def test_equal_time_counts_the_whole_process():
-    """2 s around 10 s of 5 epochs: in 31 s of the peer 14 epochs end, the 15th would not."""
+def test_equal_time_counts_updates_whatever_is_around_them():
+    """2 s an epoch: in 31 s of the peer's updates 15 epochs end, the 16th would not."""
     own = trained(OWN, seconds=10.0, wall_s=12.0, epochs=5)
-    assert epochs_in_equal_time(own, trained(PEER, wall_s=31.0)) == 14
-    assert epochs_in_equal_time(own, trained(PEER, wall_s=2.0)) == 1
+    assert epochs_in_equal_time(own, trained(PEER, seconds=31.0, wall_s=99.0)) == 15
+    assert epochs_in_equal_time(own, trained(PEER, seconds=1.0)) == 1
+
+
+def test_simulated_rounds_are_those_of_the_simulator(
+    tiny_target, tiny_vocab, tiny_states, tmp_path
+):
+    """Read back from its folder, a drafter has the rounds of the drafter that was written."""
+    folder = export_untrained(VocabMap.load(tiny_vocab), tiny_target, tmp_path / "untrained")
+    store, embedding = StateStore(tiny_states), TargetHead(tiny_target).embedding
+    rows = simulate_drafters(store, {"a": folder, "b": folder}, tiny_target, 3)
+    entries = trainable(store.select(split="heldout")).entries
+    drafter = read_drafter(folder, tiny_target.config, embedding, torch.float32)
+    found = [r.accepted for r in simulate(drafter, conversations(store, entries), 3)]
+    assert len(found) == len(entries) > 1
+    for arm in "ab":
+        assert [r.accepted for r in rows if r.arm == arm] == found
+    assert {r.prompt for r in rows} == {e.id for e in entries}
+    for row in rows:
+        assert len(row.answer_token_ids) >= 1 + len(row.accepted)
+    assert length_ratio(rows, "a", "b")["value"] == 1.0
 
 
 def test_the_ratio_of_lengths_pools_rounds_over_the_prompts_of_both():

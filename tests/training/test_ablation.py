@@ -12,7 +12,7 @@ from eagle3lib.lab.files import read_jsonl
 from eagle3lib.target.stream import LiveStates
 from eagle3lib.training import ablation
 from eagle3lib.training.ablation import lengths, run_ablation, share_of
-from eagle3lib.training.ablation_cells import Ablation, Cell, KeptStates
+from eagle3lib.training.ablation_cells import Ablation, Cell, KeptStates, Workbench
 
 VARIANTS = ("kl", "lk+step_weight:1.0")
 
@@ -64,6 +64,29 @@ def test_finished_cells_stay_and_others_are_made_anew(job, results, monkeypatch)
     assert run_ablation(job) == results
     changed = replace(job, tokens=200)
     assert not any(changed.finished(cell) for cell in job.cells())
+
+
+def test_a_cell_that_fails_costs_the_others_nothing(job, results, tmp_path, monkeypatch):
+    """Results are in the file as each cell ends, and a second run makes what is missing alone."""
+    run, seen = Workbench.run, []
+
+    def failing(bench, cell):
+        seen.append(len(read_jsonl(tmp_path / "results.jsonl")))
+        if cell.variant == "kl" and cell.seed == 0 and len(seen) < 4:
+            raise RuntimeError("out of memory")
+        return run(bench, cell)
+
+    monkeypatch.setattr(Workbench, "run", failing)
+    mine = replace(job, out=tmp_path, seeds=(0,), variants=("kl", "lk+step_weight:1.0", "ce"))
+    with pytest.raises(UserError, match=r"(?s)1 of 3 cells failed; kl seed 0.*out of memory"):
+        run_ablation(mine)
+    assert seen == [0, 0, 1]
+    assert {r["variant"] for r in read_jsonl(tmp_path / "results.jsonl")} == set(mine.variants[1:])
+    made = run_ablation(mine)
+    assert len(seen) == 4 and len(made) == 3 and made == read_jsonl(tmp_path / "results.jsonl")
+    assert not list(tmp_path.rglob("failed.txt"))
+    kl = next(r for r in results if (r["variant"], r["seed"]) == ("kl", 0))
+    assert next(r for r in made if r["variant"] == "kl")["steps"] == kl["steps"]
 
 
 @pytest.mark.slow

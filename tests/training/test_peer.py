@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -111,6 +112,27 @@ def test_a_finished_training_is_kept_until_its_settings_change(tmp_path):
     assert len(made) == 1 and first.tokens_per_s == 50
     peer._once(tmp_path / "job", {"epochs": 2}, run)
     assert len(made) == 2
+
+
+def test_a_killed_training_goes_on_and_counts_what_was_spent(tmp_path):
+    """The second process finds the first one's files; a peer's update made twice counts once."""
+    code = "import sys, time, pathlib; p = pathlib.Path('left'); here = p.exists(); p.touch(); "
+    code += "time.sleep(0.5); sys.exit(0 if here else 3)"
+
+    def run():
+        spent = peer._run([sys.executable, "-c", code], tmp_path / "job" / "log", {}, cwd=where)
+        return peer.Trained("ours", 1, 100, 5, 2.0, threads=1, **spent)
+
+    where = tmp_path / "job"
+    peer.write_json(where / "pieces.json", [[2.0, 1.0, 10**12]])  # of other settings: forgotten
+    with pytest.raises(UserError, match="exit code 3"):
+        peer._once(where, {"epochs": 1}, run)
+    peer.write_json(where / "pieces.json", [[2.0, 1.0, 10**12]])  # as it would have written later
+    done = peer._once(where, {"epochs": 1}, run)
+    assert done.pieces == 2 and 2.5 < done.wall_s < 60 and done.cpu_s >= 1.0
+    assert done.peak_rss_bytes == 10**12
+    text = (LOGS / "columns_2000.log").read_text()
+    assert peer.read_peer_log(text + text) == peer.read_peer_log(text)
 
 
 def test_our_trainer_runs_as_a_child_and_sees_every_token(
