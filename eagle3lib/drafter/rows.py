@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from eagle3lib.drafter.align import base_positions, base_span
+from eagle3lib.drafter.align import Span, base_positions, base_span
 from eagle3lib.target.transfer import upload
 
 
@@ -30,14 +30,16 @@ class PackedRows:
     key_table: Int64[Tensor, "B T"]  # packed indices by conversation, -1 is padding
 
     @classmethod
-    def pack(cls, rows: list[Tensor], prompt_tokens: list[int]) -> PackedRows:
+    def pack(
+        cls, rows: list[Tensor], prompt_tokens: list[int], spans: list[Span] | None = None
+    ) -> PackedRows:
         """``rows``: token ids of each conversation; ``prompt_tokens``: how many of them are
-        prompt."""
+        prompt; ``spans``: the base positions of each, None for all that it has."""
         lengths = [len(row) for row in rows]
         starts = [0, *accumulate(lengths)][:-1]
-        bases = [
-            base_positions(base_span(n, t)) for n, t in zip(prompt_tokens, lengths, strict=True)
-        ]
+        if spans is None:
+            spans = [base_span(n, t) for n, t in zip(prompt_tokens, lengths, strict=True)]
+        bases = [base_positions(span) for span in spans]
         counts = [len(b) for b in bases]
         first_base = [0, *accumulate(counts)][:-1]
         return cls(

@@ -3,17 +3,23 @@
 An update is ``batch_tokens`` tokens of whole conversations, packed end to end without padding.
 Which conversations these are depends on (seed, epoch) alone, never on how many processes share
 them: each token is seen once an epoch, and a run may go on with another number of processes.
+
+A long conversation is shared, too. What is unrolled from a base position reads the states of the
+tokens before it and its own chain, never another base position's: stretches of them are computed
+apart, by several processes or one after the other, and their losses and gradients are a sum. Each
+makes the keys of its prefix itself (two small products a token), so that nothing is exchanged.
 """
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from eagle3lib.drafter.align import base_span
+from eagle3lib.drafter.align import Span, base_span
 from eagle3lib.drafter.model import PackedRows
 from eagle3lib.drafter.simulate import Conversation
 from eagle3lib.lab.errors import UserError
@@ -22,6 +28,46 @@ from eagle3lib.target.stream import LiveStates
 
 Entries = list[StateEntry]
 States = StateStore | LiveStates
+
+# Base positions of a stretch, at least: shorter ones would mostly make keys, each its prefix's.
+STRETCH = 4096
+
+
+@dataclass(frozen=True)
+class Stretch(StateEntry):
+    """``bases`` base positions of a long conversation. To all who read it, it is a conversation
+    whose prompt ends where the stretch begins, cut behind its last label."""
+
+    bases: int = 0
+
+
+def bases_of(entry: StateEntry) -> Span:
+    """The base positions that an entry is trained at."""
+    span = base_span(entry.prompt_tokens, entry.tokens)
+    if isinstance(entry, Stretch):
+        return Span(span.first, span.first + entry.bases - 1)
+    return span
+
+
+def stretches(entry: StateEntry, most: int, steps: int) -> Entries:
+    """A conversation of more than ``most`` base positions as stretches of at most so many."""
+    span = bases_of(entry)
+    count = -(-span.count // most)
+    if count <= 1:
+        return [entry]
+    known = {f.name: getattr(entry, f.name) for f in fields(StateEntry)}
+    cuts = [span.first + span.count * i // count for i in range(count + 1)]
+    made: Entries = []
+    for first, end in pairwise(cuts):
+        changes = {
+            "prompt_tokens": first + 1,
+            "last_start": entry.last_start + first - entry.first_taught,
+            # Step k of the last base position, end - 1, has its label at end + 1 + k.
+            "tokens": min(entry.tokens, end + 1 + steps),
+            "bases": end - first,
+        }
+        made.append(Stretch(**known | changes))
+    return made
 
 
 @dataclass(frozen=True)
@@ -79,16 +125,23 @@ def groups_of(entries: Entries, most_tokens: int) -> list[Entries]:
     return groups
 
 
-def share_out(update: Entries, parts: int) -> list[Entries]:
+def share_out(update: Entries, parts: int, steps: int) -> list[Entries]:
     """Cut an update into ``parts`` of about as many tokens each: the longest conversation first,
-    to the part that has least. Parts are empty where there are fewer conversations."""
+    to the part that has least. Parts are empty where there are fewer conversations; one that is
+    longer than a part, and than ``STRETCH``, is cut itself."""
+    most = max(STRETCH, -(-sum(e.tokens for e in update) // parts))
+    pieces = [piece for entry in update for piece in stretches(entry, most, steps)]
     shares: list[Entries] = [[] for _ in range(parts)]
     loads = [0] * parts
-    for entry in sorted(update, key=lambda e: (-e.tokens, e.id)):
+    for entry in sorted(pieces, key=lambda e: (-_load(e), e.id, e.prompt_tokens)):
         least = loads.index(min(loads))
         shares[least].append(entry)
-        loads[least] += entry.tokens
+        loads[least] += _load(entry)
     return shares
+
+
+def _load(entry: StateEntry) -> int:
+    return entry.bases if isinstance(entry, Stretch) else entry.tokens
 
 
 def label_counts(entries: Entries, steps: int) -> list[int]:
@@ -114,7 +167,8 @@ def assemble(states: States, entries: Entries, device: torch.device | str = "cpu
         rows = list(states.rows(entries, device))
         ids = [row.token_ids for row in rows]
         slots, last = torch.cat([r.slots for r in rows]), torch.cat([r.last for r in rows])
-    host = PackedRows.pack(ids, [entry.prompt_tokens for entry in entries])
+    prompts, spans = [e.prompt_tokens for e in entries], [bases_of(e) for e in entries]
+    host = PackedRows.pack(ids, prompts, spans)
     return Batch(entries, host.to(device), slots.to(device), last.to(device), host)
 
 

@@ -151,7 +151,7 @@ class Trainer:
         """This rank's parts of the updates, in order."""
         rank, world, each = self.place.rank, self.place.world, self.cfg.accumulate
         mine = itertools.chain.from_iterable(
-            share_out(update, world * each)[rank::world] for update in updates
+            share_out(update, world * each, self.cfg.steps)[rank::world] for update in updates
         )
         return Feed(self.store, self.head, mine)
 
@@ -220,7 +220,7 @@ class Trainer:
         """Stop before the optimizer takes over what is not finite: weights are still good."""
         if not any(bad) and norm - norm == 0:
             return
-        shares = share_out(update, len(bad))
+        shares = share_out(update, len(bad), self.cfg.steps)
         named = [e.id for share, flag in zip(shares, bad, strict=True) if flag for e in share]
         what = "loss" if any(bad) else "gradient"
         ids = named or [e.id for e in update]

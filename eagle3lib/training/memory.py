@@ -8,6 +8,9 @@ largest batch that fits and not killed an hour later.
     loss        one chunk of logits (``fused.py``), whatever the vocabulary
     attention   on a CPU alone: scores of every step, padded to the longest conversation
 
+A part holds no less than one stretch of base positions (``data.py``) and the states of all tokens
+before it: what does not fit then is the longest conversation, and its largest length is named.
+
 Counted from the code of the unroll and of the loss. A GPU's compiled pieces keep about half of what
 eager ones keep: 8 x 4,096 tokens of an 8B Llama's shape, 40 % prompt, 7 steps, were estimated at 50
 GB and peaked at 39 GB on one (with its target's head left out, as that run had none).
@@ -15,17 +18,18 @@ GB and peaked at 39 GB on one (with its target's head left out, as that run had 
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import psutil
 import torch
 
-from eagle3lib.drafter.align import base_span
 from eagle3lib.drafter.config import DrafterConfig
 from eagle3lib.drafter.model import Drafter
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.params import TrainParams
-from eagle3lib.training.data import Entries, share_out
+from eagle3lib.training.data import STRETCH, Entries, Stretch, bases_of, share_out
 from eagle3lib.training.fused import BUFFER_BYTES, buffer_bytes_on
 
 _SLACK = 1.15  # allocator, libraries, what is made and freed within one operation
@@ -38,6 +42,9 @@ class Need:
     fixed_bytes: int
     batch_bytes: int  # of its largest part
     update_tokens: int  # tokens of an update whose parts are all as large
+    longest_tokens: int = 0  # the longest conversation
+    # Bytes of the last stretch of a conversation of so many tokens: no part is smaller.
+    stretch_bytes: Callable[[int], int] = lambda tokens: 0
 
     @property
     def total_bytes(self) -> int:
@@ -62,14 +69,21 @@ def estimate(
     kept = (4 + 4 + moments) * trained // (world if cfg.sharding == "fsdp" else 1)
     fixed = kept + 4 * frozen + copied + 4 * head_numbers
     parts = world * cfg.accumulate
-    shares = (share for update in updates for share in share_out(update, parts))
+    shares = (share for update in updates for share in share_out(update, parts, cfg.steps))
     sizes = [(part_bytes(drafter.config, cfg, share, on_gpu, buffer), share) for share in shares]
     batch, largest = max(sizes, key=lambda found: found[0])
     tokens = sum(e.tokens for e in largest)
     if cfg.states == "live":  # the target's weights are there already
         forward = drafter.config.target_hidden_size * 12 + drafter.config.intermediate_size * 4
         batch += 4 * forward * min(tokens, cfg.target_batch_tokens)
-    return Need(fixed, batch, tokens * parts)
+    longest = max(e.tokens for update in updates for e in update)
+
+    def stretch_bytes(tokens: int) -> int:
+        bases = max(1, min(STRETCH, tokens - 2))
+        one = Stretch("", "", "", "", 0, tokens, tokens - 1 - bases, None, bases=bases)
+        return part_bytes(drafter.config, cfg, [one], on_gpu, buffer)
+
+    return Need(fixed, batch, tokens * parts, longest, stretch_bytes)
 
 
 def part_bytes(
@@ -84,7 +98,7 @@ def part_bytes(
         return 0
     size = 2 if cfg.precision == "bfloat16" else 4
     tokens = sum(e.tokens for e in part)
-    spans = [base_span(e.prompt_tokens, e.tokens).count for e in part]
+    spans = [bases_of(e).count for e in part]
     positions, longest = sum(spans), max(e.tokens for e in part)
     queries = c.num_attention_heads * c.head_dim
     keys = 2 * c.num_key_value_heads * c.head_dim
@@ -111,6 +125,12 @@ def check_memory(need: Need, available_bytes: int, cfg: TrainParams, device: tor
     room = available_bytes / _SLACK - need.fixed_bytes
     if room <= 0:
         fits = "no batch: weights and optimizer alone do not; shard them over more processes"
+    elif need.stretch_bytes(need.longest_tokens) > room:
+        # However many parts: one must hold the states of the longest conversation.
+        length = bisect_right(range(need.longest_tokens), room, key=need.stretch_bytes) - 1
+        fits = (
+            f"max_tokens_per_row: {max(length, 0):,}, the longest here has {need.longest_tokens:,}"
+        )
     else:
         # Attention grows faster than the batch, so a part cut by this factor surely fits.
         factor = need.batch_bytes / room

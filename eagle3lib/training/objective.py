@@ -67,7 +67,8 @@ class FullHead:
         for name in ("embedding", "norm", "head"):
             setattr(head, name, getattr(head, name).to(device))
         self.head, self.temperature, self.device = head, temperature, device
-        self._known: dict[str, tuple[Tensor, Tensor]] | None = {} if keep else None
+        # (id, prompt tokens, tokens): a stretch of a long conversation is known by itself
+        self._known: dict[tuple[str, int, int], tuple[Tensor, Tensor]] | None = {} if keep else None
         narrow = device.type == "cuda" and dtype.itemsize < 4
         self._narrow = head.head.to(dtype) if narrow and not keep else None
 
@@ -96,15 +97,14 @@ class FullHead:
         parts, start = [], 0
         assert self._known is not None
         for entry in batch.entries:
-            if entry.id not in self._known:
-                first = entry.prompt_tokens - 1
+            first, key = entry.prompt_tokens - 1, (entry.id, entry.prompt_tokens, entry.tokens)
+            if key not in self._known:
                 states = batch.last[start + first : start + entry.tokens].float()
                 tokens, sums = self.head.greedy_and_logsumexp(states, self.temperature)
-                self._known[entry.id] = (
-                    nn.functional.pad(tokens, (first, 0), value=-1).cpu(),
-                    nn.functional.pad(sums, (first, 0)).cpu(),
-                )
-            parts.append(self._known[entry.id])
+                self._known[key] = tokens.cpu(), sums.cpu()
+            tokens, sums = self._known[key]
+            pad = nn.functional.pad
+            parts.append((pad(tokens, (first, 0), value=-1), pad(sums, (first, 0))))
             start += entry.tokens
         greedy, logsumexp = (torch.cat(part) for part in zip(*parts, strict=True))
         return greedy, logsumexp

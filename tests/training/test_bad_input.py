@@ -97,6 +97,35 @@ def test_too_little_memory_is_refused_with_what_fits(params, folders, tiny_targe
     Trainer(params(batch_tokens=5000, accumulate=int(parts) + 1), tiny_target, folders())
 
 
+def test_a_conversation_that_fits_in_no_part_is_refused_with_the_longest_that_does(
+    params, folders, tiny_target, monkeypatch
+):
+    """With stretches of one base position a part's memory is that of the tokens before it."""
+    monkeypatch.setattr("eagle3lib.training.memory.STRETCH", 1)
+    monkeypatch.setattr("eagle3lib.training.data.STRETCH", 1)
+    cfg = params(accumulate=200)
+
+    def tried(free, **changes):
+        monkeypatch.setattr("eagle3lib.training.loop.available_bytes", lambda *_: free)
+        return Trainer(cfg.model_copy(update=changes), tiny_target, folders())
+
+    low, high = 2**18, 2**28  # the least that all of it fits in
+    while high - low > 1000:
+        middle = (low + high) // 2
+        try:
+            tried(middle)
+            high = middle
+        except UserError:
+            low = middle
+    with pytest.raises(
+        UserError, match=r"max_tokens_per_row: \d+, the longest here has 28"
+    ) as error:
+        tried(low)
+    longest = int(re.search(r"max_tokens_per_row: (\d+)", str(error.value))[1])
+    assert 6 < longest < 28
+    tried(low, max_tokens_per_row=longest)
+
+
 def test_enough_memory_is_not_refused(params):
     check_memory(Need(1000, 1000, 64), 2300, params(), torch.device("cpu"))
     with pytest.raises(UserError):

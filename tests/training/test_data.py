@@ -8,10 +8,12 @@ import torch
 from eagle3lib.drafter.align import base_positions, base_span, label_exists
 from eagle3lib.target.states import StateStore
 from eagle3lib.training.data import (
+    bases_of,
     epoch_updates,
     label_counts,
     load_batch,
     share_out,
+    stretches,
     trainable,
 )
 
@@ -30,7 +32,7 @@ def test_each_token_is_seen_once_an_epoch(entries, world, accumulate):
     one = epoch_updates(entries, 300, seed=3, epoch=5)
     seen = Counter()
     for update in one:
-        shares = share_out(update, world * accumulate)
+        shares = share_out(update, world * accumulate, 3)
         assert len(shares) == world * accumulate, "collectives must match"
         assert Counter(e.id for s in shares for e in s) == Counter(e.id for e in update)
         seen.update(e.id for share in shares for e in share)
@@ -48,11 +50,49 @@ def test_updates_hold_as_many_tokens_as_fit(entries):
 
 def test_ranks_are_balanced_by_tokens(entries):
     """Of many conversations no rank has more than the longest one over another."""
-    shares = share_out(entries, 3)
+    shares = share_out(entries, 3, 3)
     loads = [sum(e.tokens for e in share) for share in shares]
     assert max(loads) - min(loads) <= 95
     assert max(loads) < 1.05 * sum(loads) / 3
-    assert share_out(entries[:1], 3)[1:] == [[], []]
+    assert share_out(entries[:1], 3, 3)[1:] == [[], []]
+
+
+@pytest.mark.parametrize("prompt, tokens", [(4, 30), (1, 9), (20, 31)])
+@pytest.mark.parametrize("most", [1, 4, 7])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_stretches_hold_each_label_once_and_no_token_more_than_they_need(
+    on, prompt, tokens, most, steps
+):
+    """Every (base position, step) with a label of the whole conversation, in one of them."""
+
+    def labels(entry):
+        span = bases_of(entry)
+        base = base_positions(span)
+        total = torch.full_like(base, entry.tokens)
+        exists = [label_exists(base, k, total) for k in range(steps)]
+        return [(p, k) for k in range(steps) for p in base[exists[k]].tolist()]
+
+    whole = on.entry(0, tokens, prompt)
+    parts = stretches(whole, most, steps)
+    assert max(bases_of(part).count for part in parts) <= most
+    assert sorted(x for part in parts for x in labels(part)) == sorted(labels(whole))
+    for part in parts:
+        assert part.tokens == max(p + 3 + k for p, k in labels(part))
+        assert part.last_start - whole.last_start == part.first_taught - whole.first_taught
+    assert stretches(whole, 99, steps) == [whole]
+
+
+def test_a_stretch_is_read_like_a_conversation(tiny_states):
+    """Its states are the beginning of the whole one's, its last states those that teach it."""
+    store = StateStore(tiny_states)
+    entry = max(store.select(split="train"), key=lambda e: e.tokens)
+    whole = load_batch(store, [entry])
+    for part in stretches(entry, 3, 2):
+        batch = load_batch(store, [part])
+        assert torch.equal(batch.states, whole.states[: part.tokens])
+        taught = slice(part.first_taught, part.tokens)
+        assert torch.equal(batch.last[taught], whole.last[taught])
+        assert batch.rows.base.tolist() == base_positions(bases_of(part)).tolist()
 
 
 def test_order_depends_on_seed_and_epoch(entries):

@@ -83,6 +83,21 @@ def test_accumulating_and_recomputing_change_nothing(train, on):
             )
 
 
+@pytest.mark.parametrize("states", ["disk", "live"])
+def test_stretches_of_long_conversations_add_up_to_them(train, on, monkeypatch, states):
+    """Cut into stretches of three base positions the update is the same, label by label."""
+    plain = on.rows_of(train("plain", epochs=2, states=states), "train")
+    monkeypatch.setattr("eagle3lib.training.data.STRETCH", 3)
+    cut = on.rows_of(train("cut", epochs=2, states=states, accumulate=9), "train")
+    for a, b in zip(plain, cut, strict=True):
+        assert [(s["positions"], s["inside"]) for s in b["steps"]] == [
+            (s["positions"], s["inside"]) for s in a["steps"]
+        ]
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], abs=2e-4)
+        losses = [[s["loss"] for s in row["steps"]] for row in (a, b)]
+        assert losses[1] == pytest.approx(losses[0], abs=2e-4)
+
+
 def test_weights_of_the_optimizer_stay_fp32(params, folders, tiny_target, on):
     """Updates too small for bfloat16 add up in the fp32 weights instead of being lost."""
     cfg = params(precision="bfloat16", learning_rate=1e-6, warmup_share=0.0, epochs=8)

@@ -8,6 +8,8 @@ from safetensors.torch import load_file
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import read_json
 from eagle3lib.lab.params import TrainParams
+from eagle3lib.target.states import StateStore
+from eagle3lib.training.data import share_out
 from eagle3lib.training.job import torchrun
 from eagle3lib.training.loop import Trainer
 from eagle3lib.training.parallel import Place
@@ -53,6 +55,19 @@ def test_two_processes_are_one(train, folders, params, tiny_target, changes, on)
     one, two = train("one", **SMALL, **optimizer), folders("two")
     on.run_ranks(params(**SMALL, **changes), tiny_target, two, 2)
     assert_same_curve(one, two, on, within=1e-5 if "optimizer" in changes else 1e-6)
+
+
+def test_two_processes_share_one_long_conversation(
+    train, folders, params, tiny_target, on, monkeypatch
+):
+    """An update of one conversation: each rank has a stretch of its base positions."""
+    changes = SMALL | {"batch_tokens": 1}
+    one, two = train("one", **changes), folders("two")
+    monkeypatch.setattr("eagle3lib.training.data.STRETCH", 3)
+    longest = max(StateStore(folders().states).select(split="train"), key=lambda e: e.tokens)
+    assert all(share_out([longest], 2, params().steps)), "both have some of it"
+    on.run_ranks(params(**changes), tiny_target, two, 2)
+    assert_same_curve(one, two, on)
 
 
 def test_torchrun_starts_them(train, folders, command, on):
