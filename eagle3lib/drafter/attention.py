@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from eagle3lib.drafter.rows import PackedRows
@@ -41,28 +41,36 @@ def chain_attention(
         rows.key_table >= 0, rows.position[k_table], torch.iinfo(torch.int64).max
     )
     visible: Bool[Tensor, "B Q T"] = key_position[:, None, :] <= rows.base[q_table][:, :, None]
-    real = rows.query_table >= 0
-    slot_of = q_table[real].argsort()  # padded [B, Q] order -> order of base positions
-    k_target, v_target = (x[k_table].transpose(1, 2) for x in (keys, values))  # [B, kv, T, d]
-    chain: list[tuple[Tensor, Tensor]] = []
+    hidden = ~visible[:, None, None]
+    real = (rows.query_table >= 0).flatten().nonzero()[:, 0]
+    place = real[q_table.flatten()[real].argsort()]  # of each base position in padded order
+    k_target, v_target = (_padded(x, k_table) for x in (keys, values))  # [B, kv, T, d]
+    k_turned = k_target.transpose(-1, -2).flatten(0, 1)  # [B * kv, d, T]
+    scaled = keys.new_empty(1, 1, 1)  # not read: the product is scaled where it is made
+    chain: list[tuple[Tensor, Tensor]] = []  # [B, kv, 1, Q, d] of each step from 1 on
 
     def attend(query: Tensor, key: Tensor, value: Tensor, step: int) -> Tensor:
         if step > 0:
-            chain.append((key, value))
-        q = query.unflatten(1, (kv_heads, -1))  # [P, kv, g, dk]
-        q = q[q_table].permute(0, 2, 3, 1, 4)  # [B, kv, g, Q, dk]
-        scores = q @ k_target.unsqueeze(2).transpose(-1, -2)  # [B, kv, g, Q, T]
-        scores = scores.float().masked_fill(~visible[:, None, None], -torch.inf)
-        own = [
-            (q * k[q_table].transpose(1, 2).unsqueeze(2)).sum(-1, keepdim=True) for k, _ in chain
-        ]
-        weights = torch.cat([scores, *(s.float() for s in own)], dim=-1).mul(scale)
-        weights = weights.softmax(-1).to(query.dtype)
-        past = weights[..., : k_table.shape[1]] @ v_target.unsqueeze(2)
+            chain.append((_padded(key, q_table).unsqueeze(2), _padded(value, q_table).unsqueeze(2)))
+        q = _padded(query, q_table).unflatten(1, (kv_heads, -1))  # [B, kv, g, Q, dk]
+        groups, last = q.shape[2], k_table.shape[1]
+        # The group's queries share their keys: one product of them all, no copy of the keys each.
+        scores = torch.baddbmm(
+            scaled, q.flatten(2, 3).flatten(0, 1), k_turned, beta=0, alpha=scale
+        ).view(*q.shape[:-1], last)
+        scores = scores.float().masked_fill_(hidden, -torch.inf)  # [B, kv, g, Q, T]
+        own = [(q * k).sum(-1, keepdim=True).float() * scale for k, _ in chain]
+        weights = torch.cat([scores, *own], dim=-1).softmax(-1).to(query.dtype)
+        read = (weights[..., :last].flatten(2, 3) @ v_target).unflatten(2, (groups, -1))
         for index, (_, v) in enumerate(chain):
-            share = weights[..., k_table.shape[1] + index, None]
-            past = past + share * v[q_table].transpose(1, 2).unsqueeze(2)
-        out = past.permute(0, 3, 1, 2, 4).flatten(2)  # [B, Q, heads * dv]
-        return out[real][slot_of]
+            read = read + weights[..., last + index, None] * v
+        out = read.permute(0, 3, 1, 2, 4).flatten(2).flatten(0, 1)  # [B * Q, heads * dv]
+        return out.index_select(0, place)
 
     return attend
+
+
+def _padded(x: Float[Tensor, "N h d"], table: Int64[Tensor, "B L"]) -> Float[Tensor, "B h L d"]:
+    """Rows of a pack by conversation. ``index_select``: the backward of plain indexing sorts."""
+    picked = x.index_select(0, table.flatten()).unflatten(0, table.shape)  # [B, L, h, d]
+    return picked.transpose(1, 2)
