@@ -122,11 +122,11 @@ def drafter_rows(
         loss = torch.mul(q, log_ratio, out=spare).sum(-1)
         gradient = q.mul_(log_ratio.sub_(loss[:, None]))
     elif kind == "kl":
-        loss, gradient = _kl(p, q, scaled, log_total, log_mass, negentropy, spare)
+        loss, gradient = _kl(p, q, scaled, log_total, log_mass, negentropy, spare, out)
     elif kind == "hybrid":
         tv_gradient = _tv_gradient(p, q, spare)
         # p and scaled are spent last: q is needed by both gradients
-        kl, gradient = _kl(p, q, scaled, log_total, log_mass, negentropy, None)
+        kl, gradient = _kl(p, q, scaled, log_total, log_mass, negentropy, None, None)
         weight = (alpha * -HYBRID_RATE).exp()
         loss = weight * kl + (1 - weight) * (1 - alpha)
         gradient.mul_(weight[:, None]).add_(tv_gradient.mul_((1 - weight)[:, None]))
@@ -137,14 +137,15 @@ def drafter_rows(
             # Where nothing overlaps the gradient is 0 and the loss large, but neither is infinite.
             floored = alpha.clamp(min=torch.finfo(alpha.dtype).tiny)
             loss, factor = -floored.log(), 1 / floored
-    out.copy_(gradient)
+    if gradient is not out:
+        out.copy_(gradient)
     return loss, factor / temperature, alpha, at_token >= 0
 
 
 def _centred(logits: Tensor, temperature: float, into: Tensor | None) -> tuple[Tensor, Tensor]:
     """(logits / T less their largest, that [R, 1]) in fp32, or fp64 as they come."""
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    scaled = logits.to(wide) if into is None else into.copy_(logits)
+    scaled = logits.to(wide) if into is None or logits.dtype == wide else into.copy_(logits)
     if temperature != 1.0:
         scaled = torch.div(scaled, temperature, out=into)
     peak = scaled.amax(-1, keepdim=True)
@@ -172,9 +173,12 @@ def _kl(
     log_mass: Tensor,
     negentropy: Tensor,
     spare: Tensor | None,
+    out: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """(kl, its gradient, which takes the place of q). log q = scaled - log_total."""
+    """(kl, its gradient: in ``out`` where that is as wide, else in the place of q).
+    log q = scaled - log_total."""
     per_mass = (-log_mass).exp()
     product = torch.mul(p, scaled, out=scaled if spare is None else spare)
     kl = negentropy + log_total - product.sum(-1) * per_mass
-    return kl, q.sub_(p.mul_(per_mass[:, None]))
+    place = out if out is not None and out.dtype == q.dtype else q
+    return kl, torch.addcmul(q, p, per_mass[:, None], value=-1, out=place)
