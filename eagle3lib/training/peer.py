@@ -3,7 +3,7 @@
 The peer is ``speculators`` 0.9.0 in its own environment (``make peer``), used as a program with its
 defaults. What a CPU forces on it, and nothing else, is set: plain attention and an unfused loss
 (its defaults are kernels for a GPU), no loader processes, ``peer_shim.py`` for the device, and
-float32 where that is what our own trainer takes, too (``precision_here``). Its
+the dtype of products that ours takes (float32 where a CPU has none of bfloat16). Its
 batches are packed to a fixed length; 8,192 tokens, its default, need 17 GB for the attention of
 seven steps, and of 512, 1,024 and 2,048 the shortest trained fastest on two cores.
 
@@ -46,7 +46,6 @@ from eagle3lib.lab.machine import ROOT
 from eagle3lib.lab.params import TrainParams
 from eagle3lib.target.folder import Target
 from eagle3lib.target.states import StateEntry, StateStore
-from eagle3lib.training.parallel import Place
 
 OWN, PEER = "ours", "speculators 0.9.0"
 _SHIM = Path(__file__).with_name("peer_shim.py")
@@ -212,11 +211,6 @@ class PeerSettings:
             "on-missing": "raise",
         }
         return [word for k, v in named.items() for word in (f"--{k}", str(v))] + list(self.more)
-
-
-def precision_here(cfg: TrainParams) -> str:
-    """The dtype of products in a training with these parameters on this CPU."""
-    return Place(torch.device("cpu")).precision(cfg.precision)
 
 
 def train_peer(

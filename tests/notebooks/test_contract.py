@@ -3,6 +3,9 @@ it."""
 
 from __future__ import annotations
 
+import ast
+import importlib
+import importlib.util
 import re
 
 import nbformat
@@ -85,6 +88,25 @@ def test_it_shows_its_parameters_and_ends_with_what_to_look_at_next(path):
     (opens,) = [c for c in cells if "from_notebook(globals())" in c.source]
     assert opens.source.endswith("\ncfg"), "a cell's last expression is shown"
     assert cells[-1].source.startswith("**What to look at next:**")
+
+
+@pytest.mark.parametrize(
+    "path", [*FILES, *sorted((NOTEBOOKS / "bench").glob("*.ipynb"))], ids=lambda p: p.stem
+)
+def test_what_it_imports_of_the_library_is_there(path):
+    """Benches take hours and are run by hand: one asked for a function that had moved."""
+    for cell in code_cells(path):
+        for node in ast.walk(ast.parse(cell.source)):
+            if isinstance(node, ast.ImportFrom) and node.module.startswith("eagle3lib"):
+                module = importlib.import_module(node.module)
+                found = [
+                    hasattr(module, name.name) or _is_module(node, name) for name in node.names
+                ]
+                assert all(found), ast.unparse(node)
+
+
+def _is_module(node, name):
+    return importlib.util.find_spec(f"{node.module}.{name.name}") is not None
 
 
 def test_parameter_cells_are_written_from_the_models():
