@@ -79,8 +79,8 @@ def _check_line(here: list[RequestRow], line: dict[str, Any], run_steps: int) ->
     pairs = paired(here, arm, name)
     if pairs and counts.acceptance_length is not None:
         speedup = pooled_speedup(pairs)
-        if line.get("concurrency", 1) == 1:
-            findings += check_speedup(speedup, counts.acceptance_length)
+        findings += check_speedup(speedup, counts.acceptance_length, label)
+        if line.get("concurrency", 1) == 1:  # in flight together, they wait for others' prefills
             findings += _check_explained(line, counts.acceptance_length, label)
     if line.get("concurrency", 1) > 1 and len(pairs) < _PROMPTS_A_READER * line["concurrency"]:
         findings.append(_thin_load(len(pairs), line["concurrency"], label))

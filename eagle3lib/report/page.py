@@ -16,7 +16,7 @@ from eagle3lib.lab.finding import raise_errors
 from eagle3lib.lab.machine import ROOT
 from eagle3lib.lab.params import PHASES
 from eagle3lib.lab.run import outdated_by, outputs_root, run_folder
-from eagle3lib.measure.arms import OWN, PLAIN, read_requests
+from eagle3lib.measure.arms import OWN, PLAIN, read_requests, read_sweeps
 from eagle3lib.measure.summary import check_benchmark, interval_text
 from eagle3lib.report.campaign import duration_text, now_text, read_campaign, size_text
 from eagle3lib.report.figures import acceptance_per_step, arms_bars, heldout_curves
@@ -38,7 +38,9 @@ def build_page(run: str, *, copy_to: Path | None = None, plotly_js: str = "cdn")
     metrics = phase_metrics(folder)
     benchmark = metrics.get("06_benchmark_serving")
     if benchmark:
-        raise_errors(check_benchmark(read_requests(folder / "06_benchmark_serving"), benchmark))
+        asked = folder / "06_benchmark_serving"
+        rows = [*read_requests(asked), *read_sweeps(asked)]
+        raise_errors(check_benchmark(rows, benchmark))
     place = copy_to or folder
     library: bool | str = plotly_js if copy_to else True
     beside = f"../{library}" if copy_to and plotly_js != "cdn" else library

@@ -32,14 +32,14 @@ def request(
     )  # fmt: skip
 
 
-def benchmark(speedup=1.2, prompts=6):
+def benchmark(speedup=1.2, prompts=6, **values):
     """Both arms answer 4 tokens: the prefill's, one round of 2 accepted drafts and the target's
-    own."""
+    own. ``values``: of every row, those of another point."""
     rows = []
     for i in range(prompts):
         rows.append(request(PLAIN, f"p{i}"))
         rows.append(request(OWN, f"p{i}", seconds=1 / speedup, accepted=[2]))
-    return rows
+    return [dataclasses.replace(row, **values) for row in rows]
 
 
 def counters(prompts=6):
@@ -87,6 +87,32 @@ def test_an_impossible_benchmark_is_an_error():
     rows = benchmark(speedup=3.5)
     findings = check_benchmark(rows, summarise(rows, BenchmarkParams(), counters()))
     assert [f.code for f in findings] == ["impossible-speedup"]
+
+
+@pytest.mark.parametrize(
+    ("parameter", "value", "of_the_rows"),
+    [
+        ("concurrency", "1,8", {"concurrency": 8}),
+        ("more_speculative_tokens", "5", {"steps": 5}),
+        ("temperatures", "0,1", {"temperature": 1.0}),
+        ("context_tokens", "512", {"context_tokens": 512}),
+    ],
+)
+def test_an_impossible_point_of_a_sweep_is_an_error_and_named(parameter, value, of_the_rows):
+    """Under load too: both arms have as many requests in flight, so a round costs a plain step."""
+    cfg = BenchmarkParams(repeats=1, **{parameter: value})
+
+    def found(speedup):
+        rows = benchmark() + benchmark(speedup=speedup, **of_the_rows)
+        findings = check_benchmark(rows, summarise(rows, cfg, counters()))
+        return [f for f in findings if f.severity == "error"]
+
+    (error,) = found(3.5)
+    (name, value) = next(iter(of_the_rows.items()))
+    words = {"concurrency": "8 at once", "steps": "K=5", "temperature": "T=1"}
+    assert error.code == "impossible-speedup"
+    assert words.get(name, f"context {value}") in error.where
+    assert found(2.9) == []
 
 
 def test_counters_of_another_server_are_noticed():
