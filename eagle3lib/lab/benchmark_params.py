@@ -11,6 +11,7 @@ from eagle3lib.lab.phase_params import ENGINE_SETTINGS, Dtype, PhaseParams, numb
 
 class BenchmarkParams(PhaseParams):
     PHASE: ClassVar[str] = "06_benchmark_serving"
+    FILES: ClassVar[tuple[str, ...]] = ("reference_drafter",)
     FREE: ClassVar[tuple[str, ...]] = ("price_per_hour", "lossless_alpha", "trust_remote_code")
     GROWING: ClassVar[tuple[str, ...]] = ("workload_prompts", "general_prompts", "repeats")
     UPSTREAM: ClassVar[tuple[str, ...]] = ("01_generate_data", "05_export_drafter")

@@ -6,8 +6,14 @@ import pytest
 
 from eagle3lib.lab import run
 from eagle3lib.lab.errors import UserError
-from eagle3lib.lab.files import hash_file, read_json
-from eagle3lib.lab.params import CaptureParams, GenerateParams, PlanParams, VocabParams
+from eagle3lib.lab.files import hash_file, read_json, write_json
+from eagle3lib.lab.params import (
+    BenchmarkParams,
+    CaptureParams,
+    GenerateParams,
+    PlanParams,
+    VocabParams,
+)
 from eagle3lib.lab.run import begin, gather_inputs, phase_state, run_folder
 
 TARGET = "0123456789abcdef"
@@ -107,6 +113,22 @@ def test_a_changed_input_file_is_stale_and_named(generate, tmp_path):
     complete(generate)
     (tmp_path / "w.jsonl").write_text("workloae")
     assert state(generate) == ("stale", "the file of workload changed")
+
+
+def test_a_changed_reference_drafter_reruns_the_benchmark(tmp_path, monkeypatch):
+    """It is an arm, so another one under the same name is another benchmark."""
+    folder = tmp_path / "known-good"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"weights")
+    params = BenchmarkParams(run="mine", reference_drafter=str(folder))
+    for name in params.UPSTREAM:
+        told = {"fingerprint": name, "artefacts": {}, "finished": "", "duration_s": 1, "inputs": {}}
+        told["inputs"] = {"params": {}, "upstream": {}}
+        write_json(run_folder("mine") / name / "manifest.json", told)
+    complete(params)
+    assert state(params)[0] == "done"
+    (folder / "model.safetensors").write_bytes(b"weightt")
+    assert state(params) == ("stale", "the file of reference_drafter changed")
 
 
 def test_a_missing_input_file_is_a_user_error_that_names_parameter_and_path(generate, tmp_path):
