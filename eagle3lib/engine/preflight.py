@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import resource
 import shutil
@@ -16,11 +17,13 @@ from pathlib import Path
 
 import psutil
 
+from eagle3lib.engine.ask_sampler import ASKED
 from eagle3lib.engine.command import LOOPBACK
 from eagle3lib.engine.config import EngineConfig, check_config, interpreter
 from eagle3lib.engine.gpus import Gpu, gpus
 from eagle3lib.engine.ports import free_port
 from eagle3lib.engine.servers import running_servers
+from eagle3lib.engine.vllm import engine_env
 from eagle3lib.lab.child import Child
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.finding import Finding
@@ -38,6 +41,8 @@ _ENGINE_NAMES = re.compile(
 _SHARED = re.compile(r"^(psm_|nccl-|sem\.mp-|torch_|vllm|VLLM|sglang)")
 _STALE_AFTER_S = 60.0
 _ALLREDUCE = Path(__file__).with_name("allreduce.py")
+_SAMPLER = Path(__file__).with_name("ask_sampler.py")
+_EQUAL = 1e-6
 # Run by the engine's interpreter; it asks the engine that is installed, no table of ours.
 _KERNELS = """
 import json, sys
@@ -69,6 +74,7 @@ def check_preflight(
     if missing:
         return found + missing
     found += check_kernels(config, present)
+    found += [] if present else check_sampling(config)
     if config.gpus > 1 and len(present) > 1:
         found += check_collective(config, "nccl")
     return found
@@ -243,6 +249,45 @@ def kernel_findings(config: EngineConfig, capability: tuple[int, int], told: dic
         remedy = f"the engine chooses among the others; for more, {build}"
         found += [Finding("kernels_attention", "note", title, remedy=remedy)]
     return found
+
+
+def check_sampling(config: EngineConfig, deadline_s: float = _IMPORT_DEADLINE_S) -> list[Finding]:
+    """Does vLLM on a CPU, with a drafter, sample at the temperature that is asked for?
+
+    Asked of the installed one, in the environment that its server gets."""
+    if config.engine != "vllm" or config.drafter is None:
+        return []
+    env = {**os.environ, **engine_env(1, config)}
+    argv = [interpreter("vllm"), "-c", _SAMPLER.read_text(encoding="utf-8")]
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=deadline_s, env=env)
+        told = json.loads(done.stdout.strip().rsplit("\n", 1)[-1])
+    except subprocess.TimeoutExpired:
+        return [
+            Finding(
+                "sampling_unknown", "note", f"vLLM's sampler did not answer within {deadline_s:g} s"
+            )
+        ]
+    except (OSError, ValueError):
+        title = "vLLM's sampler could not be asked how it samples with a drafter"
+        return [Finding("sampling_unknown", "note", title, done.stderr.strip()[-300:])]
+    return sampling_findings(told)
+
+
+def sampling_findings(told: dict[str, float | None]) -> list[Finding]:
+    """``told``: the temperature that a drafted token got where 0.7 was asked for, by vLLM ``alone``
+    and ``with_plugins``, as its server has it (see ``ask_sampler``)."""
+    alone, served = told["alone"], told["with_plugins"]
+    if alone is None or abs(alone - ASKED) < _EQUAL:
+        return []
+    evidence = f"a drafted token's temperature is {alone:g} where {ASKED} is asked for"
+    if served is not None and abs(served - ASKED) < _EQUAL:
+        title = "vLLM's CPU sampling with a drafter is wrong, and mended in servers of eagle3"
+        remedy = "started by anybody else, serve greedily or without a drafter (vLLM issue 55005)"
+        return [Finding("sampling_mended", "note", title, evidence, remedy)]
+    title = "above temperature 0 this vLLM's answers with a drafter are not the target's"
+    remedy = "temperature 0, or no drafter; unset VLLM_PLUGINS; vLLM issue 55005 has the cause"
+    return [Finding("sampling_broken", "warning", title, evidence, remedy)]
 
 
 def check_collective(

