@@ -7,10 +7,6 @@ the machine drifts.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -21,11 +17,9 @@ import numpy as np
 from eagle3lib.data.generate import generate_answers
 from eagle3lib.data.prompts import Prompt
 from eagle3lib.data.turns import Sampling
+from eagle3lib.engine.bench_serve import bench_serve
 from eagle3lib.engine.client import Client
-from eagle3lib.engine.vllm import SERVED_NAME, EngineConfig, engine_env
-from eagle3lib.lab.errors import UserError
-
-_DEADLINE_S = 1800
+from eagle3lib.engine.config import EngineConfig
 
 
 def time_client(prompts: list[Prompt], url: str, tokens: int, concurrency: int) -> dict[str, Any]:
@@ -49,27 +43,9 @@ def time_vllm_bench(
     prompts: list[Prompt], url: str, tokens: int, concurrency: int, config: EngineConfig
 ) -> dict[str, Any]:
     """``vllm bench serve`` with the chat backend; its own duration and token count."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        lines = [json.dumps({"prompt": p.messages[-1]["content"]}) for p in prompts]
-        (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve"]
-        command += ["--backend", "openai-chat", "--endpoint", "/v1/chat/completions"]
-        command += ["--base-url", url, "--model", SERVED_NAME, "--tokenizer", str(config.target)]
-        command += ["--dataset-name", "custom", "--dataset-path", str(folder / "prompts.jsonl")]
-        command += ["--num-prompts", str(len(prompts)), "--max-concurrency", str(concurrency)]
-        command += ["--custom-output-len", str(tokens), "--temperature", "0", "--disable-shuffle"]
-        command += ["--save-result", "--result-dir", name, "--result-filename", "result.json"]
-        env = {**os.environ, **engine_env(1, config)}
-        done = subprocess.run(
-            command, env=env, capture_output=True, text=True, timeout=_DEADLINE_S, check=False
-        )
-        if done.returncode or not (folder / "result.json").exists():
-            raise UserError(f"vllm bench serve failed:\n{done.stderr[-1500:]}")
-        result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-    if result["completed"] != len(prompts):
-        raise UserError(f"vllm bench serve completed {result['completed']} of {len(prompts)}")
-    made, seconds = result["total_output_tokens"], result["duration"]
+    texts = [p.messages[-1]["content"] for p in prompts]
+    result = bench_serve(texts, url, config, tokens=tokens, concurrency=concurrency)
+    made, seconds = sum(result.answer_tokens), result.seconds
     return {
         "client": "vllm bench serve",
         "tokens": made,

@@ -13,7 +13,12 @@ class BenchmarkParams(PhaseParams):
     PHASE: ClassVar[str] = "06_benchmark_serving"
     FILES: ClassVar[tuple[str, ...]] = ("reference_drafter",)
     FREE: ClassVar[tuple[str, ...]] = ("price_per_hour", "lossless_alpha", "trust_remote_code")
-    GROWING: ClassVar[tuple[str, ...]] = ("workload_prompts", "general_prompts", "repeats")
+    GROWING: ClassVar[tuple[str, ...]] = (
+        "workload_prompts",
+        "general_prompts",
+        "repeats",
+        "bench_serve",
+    )
     UPSTREAM: ClassVar[tuple[str, ...]] = ("01_generate_data", "05_export_drafter")
 
     num_speculative_tokens: int = Field(3, ge=1, le=16, description="K, drafted tokens per round")
@@ -53,6 +58,9 @@ class BenchmarkParams(PhaseParams):
     )
     lossless_alpha: float = Field(
         0.01, gt=0, lt=0.5, description="false alarm rate of the test that sampling is lossless"
+    )
+    bench_serve: bool = Field(
+        False, description="the headline once more under vllm bench serve, a second opinion"
     )
     price_per_hour: float = Field(0.0, ge=0, description="of the machine, 0 tells no cost")
 

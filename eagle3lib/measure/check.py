@@ -8,9 +8,10 @@ from typing import Any
 from eagle3lib.data.rows import is_looping
 from eagle3lib.engine.records import RoundCounts, check_record
 from eagle3lib.lab.finding import Finding
-from eagle3lib.measure.accounting import check_identity, check_speedup, pooled_speedup
+from eagle3lib.measure.accounting import Counts, check_identity, check_speedup, pooled_speedup
 from eagle3lib.measure.arms import PLAIN, RequestRow, at_point, counts_of, paired
 from eagle3lib.measure.lossless import check_lossless
+from eagle3lib.measure.outside import check_outside
 from eagle3lib.measure.points import Point
 
 _WHERE = "06_benchmark_serving"
@@ -20,6 +21,7 @@ _UNEXPLAINED = 0.1
 _PROMPTS_A_READER = 4  # fewer, and much of a block runs below its load
 _LEAST_PROMPT_TOKENS = 400  # below it chance decides whether word pairs recur
 _RECURRING_SHARE = 0.005
+_SURE_ACCEPTED = 30  # as many by the greedy rate: a quarter as often, none by chance is 1 in 1,800
 
 
 def check_benchmark(rows: list[RequestRow], metrics: dict[str, Any]) -> list[Finding]:
@@ -33,6 +35,9 @@ def check_benchmark(rows: list[RequestRow], metrics: dict[str, Any]) -> list[Fin
     findings += check_workload(rows)
     findings += check_drift(metrics.get("drift", []))
     findings += check_lossless(metrics.get("lossless", []))
+    findings += check_sampled(rows, metrics["num_speculative_tokens"])
+    findings += check_mended(rows, metrics.get("servers", {}))
+    findings += check_outside(metrics.get("outside", []))
     return findings + _check_counters(metrics)
 
 
@@ -201,6 +206,55 @@ def check_drift(drift: list[dict[str, Any]]) -> list[Finding]:
         )
         for line in drift
         if abs(line["change"]) > _DRIFT
+    ]
+
+
+def check_sampled(rows: list[RequestRow], run_steps: int) -> list[Finding]:
+    """A drafter that the engine accepts greedily is not right never where it samples: then the
+    engine's way of accepting is broken, not the drafter. Needs a temperature of 0 among them."""
+    by_arm: dict[tuple[str, str, int], list[RequestRow]] = {}
+    for row in rows:
+        if row.arm != PLAIN:
+            by_arm.setdefault((row.arm, row.engine, row.steps or run_steps), []).append(row)
+    findings = []
+    for (arm, engine, steps), mine in by_arm.items():
+        greedy = counts_of([r for r in mine if not r.temperature], steps)
+        for heat in sorted({r.temperature for r in mine} - {0.0}):
+            sampled = counts_of([r for r in mine if r.temperature == heat], steps)
+            expected = sampled.rounds * greedy.accepted / greedy.rounds if greedy.rounds else 0
+            if not sampled.accepted and expected >= _SURE_ACCEPTED:
+                findings.append(_never_accepted(arm, engine, heat, sampled, greedy))
+    return findings
+
+
+def _never_accepted(arm: str, engine: str, heat: float, sampled: Counts, greedy: Counts) -> Finding:
+    return Finding(
+        "sampling-accepts-nothing",
+        "warning",
+        f"{engine} accepts no draft of {arm} at temperature {heat:g}, and does at 0",
+        f"{sampled.rounds} rounds at {heat:g}: acceptance length exactly 1; {greedy.rounds} at 0: "
+        f"{greedy.acceptance_length:.2f}",
+        "a fault of the engine's sampler, not of the drafter: serve greedily or without a drafter; "
+        "vLLM on a CPU: unset VLLM_PLUGINS, so that eagle3 mends it (docs/serving.md)",
+        f"{_WHERE}: {arm}, {engine}, T={heat:g}",
+    )
+
+
+def check_mended(rows: list[RequestRow], servers: dict[str, Any]) -> list[Finding]:
+    """Figures above temperature 0 are of an engine that we mended: another start of it has none of
+    them."""
+    mended = sorted(name for name, told in servers.items() if told.get("mended"))
+    if not mended or not any(r.temperature for r in rows):
+        return []
+    return [
+        Finding(
+            "sampling-mended",
+            "note",
+            "above temperature 0 these are figures of vLLM as eagle3 mended it",
+            f"{mended[0]}: its log says so; as it comes, it reads temperatures that nobody wrote",
+            "started by anybody else on a CPU: greedy, or no drafter (vLLM issue 55005)",
+            _WHERE,
+        )
     ]
 
 

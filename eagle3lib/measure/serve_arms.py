@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from eagle3lib.data.rows import AnswerRow, read_answers
+from eagle3lib.engine.bench_serve import bench_serve
 from eagle3lib.engine.client import BadReply
 from eagle3lib.engine.failures import EngineFailure
 from eagle3lib.engine.health import LoadWatch
 from eagle3lib.engine.launch import EngineServer
 from eagle3lib.engine.records import BrokenRecord
+from eagle3lib.engine.vllm_sampling import MENDED
 from eagle3lib.lab.files import read_json, read_jsonl, write_json
 from eagle3lib.lab.finding import raise_errors
 from eagle3lib.lab.machine import free_cores
@@ -44,6 +46,7 @@ from eagle3lib.measure.ask import Asker, engine_config
 from eagle3lib.measure.check import server_name
 from eagle3lib.measure.gates import Gate, check_gates, judge, what_it_proves
 from eagle3lib.measure.order import Task, Visit, blocks_of, visits_of
+from eagle3lib.measure.outside import OUTSIDE, outside_line, outside_prompts
 from eagle3lib.measure.points import Point, groups_of, points_of
 
 LOOK_EVERY_S = 10.0  # without an answer for so long, look whether the server makes tokens
@@ -102,7 +105,7 @@ def run_arms(
                 continue
             for visit in visits_of(cfg, list(arms)):
                 run = _Visit(phase, cfg, arms, prompts, asker, group, visit, book, gates)
-                if not run.todo() and not run.samples_left():
+                if not (run.todo() or run.samples_left() or run.outside_left()):
                     continue
                 run.measure()
                 if not all(g.passed for g in gates if g.engine == engine):
@@ -163,6 +166,7 @@ class _Visit:
                 finally:  # an interrupted benchmark keeps the counts of what it asked
                     self._add_counters(before)
             self._sample()
+            self._ask_outside()
 
     def _start(self, stack: ExitStack) -> bool:
         """One server an arm with the same number of threads, through its gate, which warms it."""
@@ -281,6 +285,34 @@ class _Visit:
         tasks = self.samples_left()
         self._work(tasks, ask, lambda row: append_line(path, row), _SAMPLES_IN_FLIGHT)
 
+    def outside_left(self) -> list[str]:
+        """Arms of the headline that ``vllm bench serve`` has not asked these prompts of."""
+        head = self.book.headline
+        if not self.cfg.bench_serve or head not in self.points:
+            return []
+        wanted = [p.id for p in outside_prompts(self.prompts)]
+        done = {
+            line["arm"]
+            for line in read_jsonl(self.phase.folder / OUTSIDE)
+            if line["point"] == asdict(head) and line["prompts"] == wanted
+        }
+        return [arm for arm in self.visit.repeats if arm not in done]
+
+    def _ask_outside(self) -> None:
+        head = self.book.headline
+        for arm in self.outside_left():
+            self.phase.note(f"{arm}: vllm bench serve asks the headline's prompts")
+            asked, server = outside_prompts(self.prompts), self.servers[arm]
+            told = bench_serve(
+                [p.messages[0]["content"] for p in asked],
+                server.url,
+                server.config,
+                tokens=self.cfg.max_new_tokens,
+                concurrency=head.concurrency,
+                temperature=head.temperature,
+            )
+            append_line(self.phase.folder / OUTSIDE, outside_line(arm, head, asked, told))
+
     def _work(
         self, tasks: list[Any], ask: Callable[[Any], Any], keep: Callable[[Any], None], load: int
     ) -> None:
@@ -328,6 +360,9 @@ class _Visit:
             "threads": server.threads,
             "ready_after_s": server.ready_after_s,
             "version": server.version,
+            "mended": MENDED in server.log.read_text(encoding="utf-8", errors="replace")
+            if server.log.exists()
+            else False,
             "at": round(time.time()),
         }
         write_json(path, told)

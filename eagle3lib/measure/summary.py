@@ -21,10 +21,18 @@ from eagle3lib.measure.arms import (
 from eagle3lib.measure.best_k import best_settings
 from eagle3lib.measure.check import check_benchmark, counted
 from eagle3lib.measure.lossless import compare_samples
+from eagle3lib.measure.outside import outside_results
 from eagle3lib.measure.points import Point, points_of
 from eagle3lib.measure.result import arm_result, reference_of
 
-__all__ = ["arms_table", "check_benchmark", "interval_text", "points_table", "summarise"]
+__all__ = [
+    "arms_table",
+    "check_benchmark",
+    "interval_text",
+    "outside_table",
+    "points_table",
+    "summarise",
+]
 
 SETS = ("workload", "general")
 _ORDER = (PLAIN, REFERENCE, OWN)
@@ -35,11 +43,13 @@ def summarise(
     cfg: BenchmarkParams,
     counters: dict[str, dict[str, float]],
     samples: Sequence[dict[str, Any]] = (),
+    outside: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
     """Arms by set at the headline ("arms") and at every point ("points").
 
     ``counters`` are the differences of the engine's own metrics of each arm over the requests of
-    ``rows`` (no warm-up, no samples); ``samples`` the lines of samples.jsonl.
+    ``rows`` (no warm-up, no samples); ``samples`` and ``outside`` the lines of samples.jsonl and
+    outside.jsonl.
     """
     points = points_of(cfg)
     steps = cfg.num_speculative_tokens
@@ -68,6 +78,7 @@ def summarise(
         },
         "drift": [d for point in points if (d := drift_of(at_point(rows, point, steps), point))],
         "lossless": lossless_tests(samples, cfg),
+        "outside": outside_results(outside, head, first, cfg.price_per_hour),
         "best": best_settings(lines) if OWN in arms else [],
         "reference": reference_of([r for r in head if (r.arm, r.set) == (OWN, SETS[0])], steps),
     }
@@ -185,6 +196,20 @@ def points_table(metrics: dict[str, Any]) -> pd.DataFrame:
             }
         )
     return pd.DataFrame(lines)
+
+
+def outside_table(metrics: dict[str, Any]) -> pd.DataFrame:
+    """Both clients' figures of the headline's workload, an arm's two beside each other."""
+    return pd.DataFrame(
+        [
+            {
+                "client": line["client"],
+                **_shown(line),
+                "all readers' tok/s": line["throughput_tokens_per_s"],
+            }
+            for line in metrics["outside"]
+        ]
+    )
 
 
 def _shown(line: dict[str, Any]) -> dict[str, Any]:

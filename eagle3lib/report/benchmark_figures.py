@@ -106,6 +106,79 @@ def arrival_bars(metrics: dict[str, Any], set_name: str = "workload") -> go.Figu
     return figure.update_layout(margin_t=80)
 
 
+def along_curves(metrics: dict[str, Any], along: str, set_name: str = "workload") -> go.Figure:
+    """Acceptance length, cost of a round and speed-up of our drafter along ``context_tokens`` or
+    ``temperature``, at the headline's K and load; the headline is one of the points."""
+    other = "temperature" if along == "context_tokens" else "context_tokens"
+    head = {
+        "num_speculative_tokens": metrics["num_speculative_tokens"],
+        "concurrency": metrics["concurrency"],
+        other: metrics["temperature"] if other == "temperature" else 0,
+    }
+    figure = go.Figure()
+    series = (
+        ("acceptance length", _LENGTH, lambda p: p["acceptance"]["acceptance_length"]),
+        ("cost of a round, plain steps", _COST, lambda p: p["round_cost"]),
+        ("speed-up", _COLOURS[OWN], lambda p: (p["speedup"] or {}).get("value")),
+    )
+    for engine in dict.fromkeys(p["engine"] for p in metrics["points"]):
+        mine = [
+            p
+            for p in metrics["points"]
+            if (p["engine"], p["arm"], p["set"]) == (engine, OWN, set_name)
+            and all(p[name] == value for name, value in head.items())
+        ]
+        # A prompt as it is has a length too: the mean of what the server counted.
+        at = [
+            p["prompt_tokens"] / p["requests"] if along == "context_tokens" else p[along]
+            for p in mine
+        ]
+        order = sorted(range(len(mine)), key=at.__getitem__)
+        for name, colour, value in series:
+            figure.add_scatter(
+                x=[at[i] for i in order],
+                y=[value(mine[i]) for i in order],
+                name=f"{engine}, {name}",
+                mode="lines+markers",
+                line={"color": colour, "dash": _DASHES[engine]},
+                hovertemplate="%{x:.4g}: %{y:.2f}<extra>" + f"{engine}, {name}</extra>",
+            )
+    words = {"context_tokens": "prompt tokens (mean)", "temperature": "temperature"}
+    title = "Along the context" if along == "context_tokens" else "Along the temperature"
+    return styled(figure, title, words[along], "tokens, plain steps, times")
+
+
+def sweep_curves(metrics: dict[str, Any]) -> list[go.Figure]:
+    """A figure for each of context and temperature that was swept; none in the demo."""
+    values = {
+        name: {p[name] for p in metrics["points"]} for name in ("context_tokens", "temperature")
+    }
+    return [along_curves(metrics, name) for name, found in values.items() if len(found) > 1]
+
+
+def outside_bars(metrics: dict[str, Any]) -> list[go.Figure]:
+    """Tokens per second of each arm by our client and by ``vllm bench serve``; none without it."""
+    lines = metrics["outside"]
+    if not lines:
+        return []
+    name = "tokens_per_s" if metrics["concurrency"] == 1 else "throughput_tokens_per_s"
+    figure = go.Figure()
+    for client, colour in zip(
+        dict.fromkeys(p["client"] for p in lines), (GREEN, GREY), strict=True
+    ):
+        mine = [p for p in lines if p["client"] == client]
+        figure.add_bar(
+            x=[p["arm"] for p in mine],
+            y=[p[name] for p in mine],
+            name=client,
+            marker_color=colour,
+            hovertemplate="%{x}: %{y:.1f} tok/s<extra>" + client + "</extra>",
+        )
+    return [
+        styled(figure, "Two clients, the same servers and prompts", "", "tokens per second", 340)
+    ]
+
+
 def _plain_points(metrics: dict[str, Any], set_name: str) -> list[dict[str, Any]]:
     """The crossing of K and concurrency, without the sweeps of temperature and context."""
     return [

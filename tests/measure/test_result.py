@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from test_arms import benchmark, counters, request
@@ -15,6 +16,8 @@ from eagle3lib.measure.check import (
     check_baseline,
     check_benchmark,
     check_drift,
+    check_mended,
+    check_sampled,
     check_workload,
     looks_random,
 )
@@ -157,6 +160,38 @@ def test_a_broken_identity_is_found_in_one_request():
 
 def request_with(row, counts):
     return RequestRow(**{**row.__dict__, "accepted": None, "drafted": None, "counts": counts})
+
+
+@pytest.mark.parametrize(
+    ("sampled", "told"),
+    [
+        ([0, 0, 0], ["sampling-accepts-nothing"]),  # 90 rounds, 90 accepted at the greedy rate
+        ([0, 1, 0], []),  # less than greedily, as it may be
+    ],
+)
+def test_a_sampler_that_never_accepts_is_not_the_drafters_fault(sampled, told):
+    """vLLM issue 55005: exactly 1.00 at a temperature where greedy rounds accept."""
+    rows = [
+        request_at(heat, f"p{i}", accepted)
+        for i in range(30)
+        for heat, accepted in ((0.0, [1, 2, 0]), (0.7, sampled))
+    ]
+    assert [f.code for f in check_sampled(rows, 3)] == told
+    assert check_sampled(rows[:10], 3) == []  # too few rounds to tell
+    assert check_sampled([r for r in rows if r.temperature], 3) == []  # nothing to hold it against
+
+
+def request_at(temperature, prompt, accepted):
+    row = request(OWN, prompt, answer=range(1 + len(accepted) + sum(accepted)), accepted=accepted)
+    return replace(row, temperature=temperature)
+
+
+def test_figures_of_a_mended_engine_are_marked_where_it_matters():
+    servers = {OWN: {"mended": True}, PLAIN: {"mended": False}}
+    hot = [request_at(0.7, "p", [0])]
+    assert codes(check_mended(hot, servers)) == [("sampling-mended", "note")]
+    assert check_mended([request_at(0.0, "p", [0])], servers) == []
+    assert check_mended(hot, {OWN: {}}) == []
 
 
 def test_unknown_rounds_are_said_not_guessed():

@@ -11,6 +11,7 @@ import pytest
 from fake_engine import FakeEngine
 
 from eagle3lib.data.rows import AnswerRow
+from eagle3lib.engine.bench_serve import BenchServe
 from eagle3lib.engine.failures import DIED, MUTE, Failure
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import read_json
@@ -239,6 +240,32 @@ def test_a_server_that_stops_making_tokens_ends_the_benchmark(run, monkeypatch):
     monkeypatch.setattr(FakeServer, "__enter__", stall_after_the_gate)
     with pytest.raises(UserError, match="makes no tokens"):
         run()
+
+
+def test_a_second_opinion_is_asked_of_every_server_once_and_can_be_added_later(
+    run, tmp_path, monkeypatch
+):
+    asked = []
+
+    def bench_serve(prompts, url, config, **options):
+        asked.append((config.drafter and config.drafter.name, len(prompts), options))
+        n = len(prompts)
+        return BenchServe(n * 1.0, [2] * n, [9] * n, [0.1] * n, [1.0] * n, [[0.9]] * n, None)
+
+    monkeypatch.setattr(serve_arms, "bench_serve", bench_serve)
+    run()
+    assert asked == []
+    cfg = change(bench_serve=True)
+    rows = run(cfg)
+    options = {"tokens": 9, "concurrency": 1, "temperature": 0.0}
+    assert asked == [(None, 5, options), ("good", 5, options)]
+    run(cfg)
+    assert len(asked) == 2
+    lines = [json.loads(x) for x in (tmp_path / "outside.jsonl").read_text().splitlines()]
+    told = summarise(rows, cfg, {}, outside=lines)["outside"]
+    assert [(t["arm"], t["client"]) for t in told[1::2]] == [
+        (PLAIN, "vllm bench serve"), (OWN, "vllm bench serve")
+    ]  # fmt: skip
 
 
 def test_rows_are_plain_values():

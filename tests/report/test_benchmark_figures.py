@@ -14,7 +14,12 @@ from eagle3lib.lab.params import BenchmarkParams
 from eagle3lib.measure.arms import OWN, PLAIN
 from eagle3lib.measure.points import points_of
 from eagle3lib.measure.summary import arms_table, points_table, summarise
-from eagle3lib.report.benchmark_figures import arrival_bars, load_curves, pays_curves
+from eagle3lib.report.benchmark_figures import (
+    arrival_bars,
+    load_curves,
+    pays_curves,
+    sweep_curves,
+)
 from eagle3lib.report.figures import arms_bars
 from eagle3lib.report.tables import acceptance_table, facts_table
 
@@ -26,7 +31,7 @@ SWEEP = BenchmarkParams(repeats=1, engines="vllm,sglang", concurrency="1,8",
 def metrics_of(cfg):
     rows = [
         streamed(arm, f"p{i}", accepted, engine=p.engine, steps=p.steps, temperature=p.temperature,
-                 concurrency=p.concurrency, started_s=100.0 + i)
+                 concurrency=p.concurrency, context_tokens=p.context_tokens, started_s=100.0 + i)
         for p in points_of(cfg)
         for i in range(6)
         for arm, accepted in ((PLAIN, None), (OWN, [3, 3]))
@@ -53,6 +58,20 @@ def test_a_curve_a_drafter_and_one_baseline_an_engine():
         "sglang, engine alone", "sglang, own drafter, K=3", "sglang, own drafter, K=5",
     ]  # fmt: skip
     assert all(list(trace.x) == [1, 8] for trace in figure.data)
+
+
+def test_context_and_temperature_have_a_curve_where_they_are_swept():
+    assert sweep_curves(metrics_of(DEMO)) == []
+    cfg = BenchmarkParams(repeats=1, temperatures="0,1", context_tokens="256,512",
+                          concurrency="1,8", more_speculative_tokens="5")  # fmt: skip
+    along_context, along_heat = sweep_curves(metrics_of(cfg))
+    assert [t.name for t in along_context.data] == [
+        "vllm, acceptance length", "vllm, cost of a round, plain steps", "vllm, speed-up"
+    ]  # fmt: skip
+    # The headline and both contexts, not the points of other loads, K and temperatures.
+    assert all(len(trace.x) == 3 for trace in along_context.data)
+    assert all(list(trace.x) == [0, 1] for trace in along_heat.data)
+    assert along_heat.data[0].y[0] == 4.0
 
 
 def test_where_it_pays_has_a_panel_a_load():
