@@ -14,6 +14,7 @@ from typing import Any
 
 from eagle3lib.engine import sglang, vllm
 from eagle3lib.engine.config import EngineConfig
+from eagle3lib.engine.settings import ServeParams
 from eagle3lib.lab.params import BenchmarkParams
 from eagle3lib.measure.arms import OWN
 from eagle3lib.measure.ask import engine_config
@@ -58,21 +59,36 @@ def best_settings(lines: Sequence[dict[str, Any]], arm: str = OWN) -> list[dict[
 def with_commands(
     best: list[dict[str, Any]], cfg: BenchmarkParams, target: Path, drafter: Path
 ) -> list[dict[str, Any]]:
-    """The same with the command that starts the best server, ready to paste."""
+    """The same with the commands that start the best server, ready to paste: ours, which watches
+    it and brings the environment that a CPU needs, and the engine's own."""
     out = []
     for line in best:
         steps = line["num_speculative_tokens"]
         config = engine_config(cfg, target, line["engine"], steps or 1, drafter if steps else None)
         config = replace(config, max_num_seqs=max(config.max_num_seqs, line["concurrency"]))
-        out.append(line | {"command": launch_command(config)})
+        served = replace(config, prefix_cache=True)  # only a benchmark must not have it
+        commands = {"command": serve_command(served), "engine_command": launch_command(served)}
+        out.append(line | commands)
     return out
 
 
+def serve_command(config: EngineConfig) -> str:
+    """``eagle3 serve`` with every setting that is not its default."""
+    words = []
+    for name, field in ServeParams.model_fields.items():
+        if name == "num_speculative_tokens" and config.drafter is None:
+            continue
+        value = getattr(config, name, None)
+        if value is not None and value != field.default:
+            words.append(f"{name}={str(value).lower() if isinstance(value, bool) else value}")
+    flags = ["--", *config.extra_flags] if config.extra_flags else []
+    return shlex.join(["eagle3", "serve", str(config.target), *words, f"port={_PORT}", *flags])
+
+
 def launch_command(config: EngineConfig) -> str:
-    """The engine's own command line. The prefix cache is on: only a benchmark must not have it."""
-    served = replace(config, prefix_cache=True)
+    """The engine's own command line."""
     if config.engine == "sglang":
-        words = ["python", "-m", *sglang.MODULE, *sglang.flags(served)]
+        words = ["python", "-m", *sglang.MODULE, *sglang.flags(config)]
     else:
-        words = ["vllm", "serve", *vllm.flags(served)]
+        words = ["vllm", "serve", *vllm.flags(config)]
     return shlex.join([*words, "--port", str(_PORT)])

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
+import shlex
 from dataclasses import replace
 
 import pytest
 from test_arms import benchmark, counters, request
 
+from eagle3lib.engine.settings import ServeParams, split_words
 from eagle3lib.lab.params import BenchmarkParams
 from eagle3lib.measure.accounting import round_cost, rounds_of
 from eagle3lib.measure.arms import OWN, PLAIN, RequestRow
-from eagle3lib.measure.best_k import best_settings, launch_command, with_commands
+from eagle3lib.measure.ask import engine_config
+from eagle3lib.measure.best_k import best_settings, with_commands
 from eagle3lib.measure.check import (
     check_baseline,
     check_benchmark,
@@ -223,7 +226,7 @@ def test_a_gain_that_may_be_noise_starts_no_drafter(tmp_path):
     best = best_settings(lines((1, 3, 1.2, 0.9)))
     assert best[0]["num_speculative_tokens"] == 0 and not best[0]["sure"]
     (line,) = with_commands(best, BenchmarkParams(), tmp_path, tmp_path / "drafter")
-    assert "speculative" not in line["command"]
+    assert "speculative" not in line["command"] + line["engine_command"]
 
 
 @pytest.mark.parametrize(
@@ -235,9 +238,29 @@ def test_the_command_starts_what_was_best(tmp_path, engine, words):
     """SGLang counts the root: K=5 is 6 draft tokens there."""
     best = [line | {"engine": engine} for line in best_settings(lines((8, 5, 1.6, 1.5)))]
     (line,) = with_commands(best, BenchmarkParams(), tmp_path, tmp_path / "my drafter")
-    assert all(word in line["command"] for word in words)
-    assert f"'{tmp_path}/my drafter'" in line["command"] or "my drafter" in line["command"]
-    assert launch_command.__doc__
+    command = line["engine_command"]
+    assert all(word in command for word in words) and "my drafter" in command
+
+
+@pytest.mark.parametrize("cfg", [
+    BenchmarkParams(),
+    BenchmarkParams(compile=True, dtype="float32", concurrency="1,64", max_model_len=2048,
+                    vllm_settings="memory_share=0.4 attention_backend=X -- --a-flag 3"),
+])  # fmt: skip
+@pytest.mark.parametrize("steps", [5, 0])
+def test_our_command_starts_the_server_that_was_measured(tmp_path, cfg, steps):
+    """Read as ``eagle3 serve`` reads it, it gives the same settings, but for the prefix cache."""
+    best = best_settings(lines((64, 5, 1.6, 1.5 if steps else 0.9)))
+    target, drafter = tmp_path / "a target", tmp_path / "my drafter"
+    (line,) = with_commands(best, cfg, target, drafter)
+    words = shlex.split(line["command"])
+    assert words[:3] == ["eagle3", "serve", str(target)]
+    values, flags = split_words(words[3:])
+    measured = engine_config(cfg, target, "vllm", steps or 1, drafter if steps else None)
+    told = ServeParams.checked(values).config(target, flags)
+    k = steps or told.num_speculative_tokens  # without a drafter it says nothing
+    assert told == replace(measured, prefix_cache=True, max_num_seqs=64, num_speculative_tokens=k)
+    assert values["port"] == 8000
 
 
 def test_the_reference_of_a_watch_counts_first_repeats_alone():
