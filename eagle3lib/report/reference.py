@@ -18,6 +18,7 @@ from pydantic import BaseModel
 
 from eagle3lib.data.prompts import Reject
 from eagle3lib.diagnose.cause import Cause
+from eagle3lib.engine.bench_serve import BenchServe
 from eagle3lib.engine.records import RoundCounts
 from eagle3lib.engine.servers import ServerState
 from eagle3lib.engine.settings import ServeParams
@@ -35,6 +36,7 @@ _ARTEFACTS: dict[str, tuple[type, ...]] = {
     "01_generate_data/rejects.jsonl": (Reject,),
     "02_capture_hidden_states/states/index.json, under conversations": (StateEntry,),
     "06_benchmark_serving/requests.jsonl, sweeps.jsonl": (RequestRow, RoundCounts),
+    "06_benchmark_serving/outside.jsonl, beside arm, point and prompts": (BenchServe,),
     "07_diagnose_acceptance/findings.json, under findings": (Cause,),
     "outputs/.servers/ID.json": (ServerState,),
 }
