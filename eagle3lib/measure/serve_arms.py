@@ -167,6 +167,8 @@ class _Visit:
                     self._add_counters(before)
             self._sample()
             self._ask_outside()
+            for arm, server in self.servers.items():  # its log says by now what was mended
+                self._note_server(arm, server)
 
     def _start(self, stack: ExitStack) -> bool:
         """One server an arm with the same number of threads, through its gate, which warms it."""

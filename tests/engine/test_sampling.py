@@ -9,7 +9,7 @@ import torch
 from eagle3lib.engine.ask_sampler import ASKED
 from eagle3lib.engine.config import EngineConfig
 from eagle3lib.engine.preflight import check_sampling, sampling_findings
-from eagle3lib.engine.vllm_sampling import expand, is_right, mend
+from eagle3lib.engine.vllm_sampling import MENDED, expand, is_right, mend
 
 NAN = float("nan")
 
@@ -39,30 +39,56 @@ def test_a_kernel_is_judged_by_what_it_writes():
     assert is_right(expand) and not is_right(theirs)
 
 
+def right(output, values, *_):
+    output.fill_(float(values[0]))
+
+
+def other(output, *, only_by_name):
+    output.fill_(9.0)
+
+
 @pytest.mark.parametrize(
-    ("cpu", "kernel", "mended"),
-    [
-        (True, theirs, True),
-        (False, theirs, False),
-        (True, lambda output, *_: output.fill_(0.7), False),  # a version that is right stays
-        (True, lambda output: None, False),  # one with another signature is not ours to judge
-    ],
-    ids=["wrong", "on a GPU", "right", "another version"],
+    ("kernel", "mended"), [(theirs, True), (right, False)], ids=["wrong", "a version that is right"]
 )
-def test_only_a_wrong_kernel_of_a_cpu_is_replaced(monkeypatch, cpu, kernel, mended):
-    platform = SimpleNamespace(is_cpu=lambda: cpu, import_kernels=lambda: None)
-    kernels = SimpleNamespace(_expand_kernel_impl=kernel)
-    for name, values in (
-        ("vllm", {}),
-        ("vllm.platforms", {"current_platform": platform}),
-        ("vllm.utils", {"cpu_triton_utils": kernels}),
-    ):
-        module = ModuleType(name)
-        vars(module).update(values)
-        monkeypatch.setitem(sys.modules, name, module)
+def test_a_wrong_kernel_of_a_cpu_is_replaced_at_its_first_call(vllm, caplog, kernel, mended):
+    kernels = vllm(kernel)
     mend()
-    assert (kernels._expand_kernel_impl is expand) == mended
-    assert mended or kernels._expand_kernel_impl is kernel
+    mend()  # every process loads its plugins, some twice
+    assert MENDED not in caplog.text  # nothing ran yet: threads must not start before a fork
+    output = torch.full((3,), NAN)
+    kernels._expand_kernel_impl(output, torch.tensor([0.7]), torch.tensor([3]), 0, 1)
+    assert output.tolist() == pytest.approx([0.7] * 3)
+    assert (MENDED in caplog.text) == mended
+
+
+def test_a_gpu_and_a_kernel_of_another_version_are_left_alone(vllm):
+    kernels = vllm(theirs, cpu=False)
+    mend()
+    assert kernels._expand_kernel_impl is theirs
+    kernels = vllm(other)
+    mend()
+    output = torch.zeros(1)
+    kernels._expand_kernel_impl(output, only_by_name=1)
+    assert output.tolist() == [9.0]
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    """``vllm(kernel)``: an installed vLLM of which our plugin sees this kernel alone."""
+
+    def make(kernel, cpu=True):
+        kernels = SimpleNamespace(_expand_kernel_impl=kernel)
+        for name, values in (
+            ("vllm", {}),
+            ("vllm.platforms", {"current_platform": SimpleNamespace(is_cpu=lambda: cpu)}),
+            ("vllm.utils", {"cpu_triton_utils": kernels}),
+        ):
+            module = ModuleType(name)
+            vars(module).update(values)
+            monkeypatch.setitem(sys.modules, name, module)
+        return kernels
+
+    return make
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def served(tmp_path_factory):
             write_json(run / name / "manifest.json", told | {"inputs": inputs})
         cfg = BenchmarkParams(
             run="served", workload_prompts=len(ASKED), general_prompts=0, repeats=1,
-            max_new_tokens=32, temperatures="0,0.7", lossless_samples=40, bench_serve=True,
+            max_new_tokens=24, temperatures="0,0.7", lossless_samples=30, bench_serve=True,
             reference_drafter=str(old), reference_acceptance_length=1.0,
         )  # fmt: skip
         phase = begin(cfg, target.fingerprint)
