@@ -14,7 +14,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, Literal, get_origin, get_type_hints
 
-from pydantic import BaseModel
+from pydantic import BaseModel, BeforeValidator
 
 from eagle3lib.data.prompts import Reject
 from eagle3lib.diagnose.cause import Cause
@@ -80,7 +80,8 @@ def _parameters(model: type[BaseModel]) -> str:
 def _limit(rule: Any) -> str:
     signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
     found = [f"{sign} {getattr(rule, n):g}" for n, sign in signs.items() if hasattr(rule, n)]
-    return found[0] if found else str(rule)
+    # A validator is code, shown with its address in memory: what it takes stands in the help.
+    return found[0] if found else "" if isinstance(rule, BeforeValidator) else str(rule)
 
 
 def artefacts_page() -> str:
