@@ -58,6 +58,7 @@ class EngineConfig:
     prefix_cache: bool = False  # a prompt asked twice must cost twice when arms are compared
     trust_remote_code: bool = False
     p2p: bool = True  # False: NCCL copies through host memory
+    modules: Path | None = None  # a folder of modules that its process may import
 
     @property
     def gpus(self) -> int:
@@ -182,4 +183,7 @@ def shared_environment(config: EngineConfig) -> dict[str, str]:
         env["HF_HUB_OFFLINE"] = "1"
     if not config.p2p:
         env["NCCL_P2P_DISABLE"] = "1"
+    if config.modules is not None:
+        before = os.environ.get("PYTHONPATH")
+        env["PYTHONPATH"] = os.pathsep.join([str(config.modules), *([before] if before else [])])
     return env

@@ -133,8 +133,8 @@ class CaptureParams(PhaseParams):
     dtype: Dtype = Field(
         "bfloat16", description="bfloat16, float32 or auto, of the target and the states"
     )
-    source: Literal["transformers", "vllm"] = Field(
-        "transformers", description="transformers in this process, or vllm, a server beside it"
+    source: Literal["transformers", "vllm", "sglang"] = Field(
+        "transformers", description="transformers in this process, or vllm or sglang, as a server"
     )
     engine_settings: str = Field("", description=ENGINE_SETTINGS)
     device: str = Field("auto", description="auto, cpu, cuda or cuda:1, for source transformers")

@@ -24,6 +24,7 @@ from eagle3lib.data.rows import AnswerRow
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import read_json, write_json
 from eagle3lib.target.folder import Target
+from eagle3lib.target.images import check_media, embedded, picture_names
 from eagle3lib.target.model import DTYPES, TargetHead, decoder_of, load_target, record_states
 from eagle3lib.target.packing import can_pack, packed
 from eagle3lib.target.states import (
@@ -61,8 +62,11 @@ class StateSource(Protocol):
     """Where states come from. Opened for the first shard that is to be made, closed at the end."""
 
     cells: int  # tokens computed so far, padding included
+    shows_images: bool  # whether ``states`` takes pictures, by name, for each row
 
-    def states(self, rows: list[list[int]]) -> list[Tensor]:
+    def states(
+        self, rows: list[list[int]], pictures: list[list[str]] | None = None
+    ) -> list[Tensor]:
         """The states [T, S + 1, H] of each row of token ids, slots first, then ``last``."""
         ...
 
@@ -83,22 +87,41 @@ class InProcess:
     trust_remote_code: bool = False
     cells: int = 0
     model: Any = field(default=None, init=False)
+    shows_images = True
+    _sees: bool = field(default=False, init=False)
 
     def __enter__(self) -> InProcess:
-        trusted = self.trust_remote_code
-        self.model = load_target(self.target, self.dtype, self.device, trust_remote_code=trusted)
+        self._load()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.model = None
 
-    def states(self, rows: list[list[int]]) -> list[Tensor]:
+    def _load(self, vision: bool = False) -> None:
+        self.model = None  # there may be no room for two
+        self.model = load_target(
+            self.target,
+            self.dtype,
+            self.device,
+            trust_remote_code=self.trust_remote_code,
+            vision=vision,
+        )
+        self._sees = vision
+
+    def states(
+        self, rows: list[list[int]], pictures: list[list[str]] | None = None
+    ) -> list[Tensor]:
+        if pictures and any(pictures) and not self._sees:
+            self._load(vision=True)
         pads = not can_pack(decoder_of(self.model))
         made: dict[int, Tensor] = {}
         for batch in length_batches([len(r) for r in rows], self.batch_tokens, pads=pads):
             lengths = [len(rows[i]) for i in batch]
             self.cells += len(batch) * max(lengths) if pads else sum(lengths)
-            states = forward_states(self.model, [rows[i] for i in batch], self.slots)
+            shown = [pictures[i] for i in batch] if pictures else None
+            states = forward_states(
+                self.model, [rows[i] for i in batch], self.slots, self.target, shown
+            )
             made |= dict(zip(batch, states, strict=True))
         return [made[i] for i in range(len(rows))]
 
@@ -119,14 +142,24 @@ def length_batches(lengths: list[int], batch_tokens: int, *, pads: bool = True) 
 
 
 @torch.no_grad()
-def forward_states(model: Any, rows: list[list[int]], slots: tuple[int, ...]) -> list[Tensor]:
-    """States [T, S + 1, H] of each row of token ids, run as one batch, packed where possible."""
+def forward_states(
+    model: Any,
+    rows: list[list[int]],
+    slots: tuple[int, ...],
+    target: Target | None = None,
+    pictures: list[list[str]] | None = None,
+) -> list[Tensor]:
+    """States [T, S + 1, H] of each row of token ids, run as one batch, packed where possible.
+    ``pictures``: those of each row, shown to a ``target`` whose vision tower is loaded."""
     decoder = decoder_of(model)
     lengths = [len(row) for row in rows]
     if can_pack(decoder):
-        ids = torch.tensor([token for row in rows for token in row])
-        stacked = torch.stack(forward_packed(model, ids, lengths, slots), dim=1).cpu()
-        return [part.clone() for part in stacked.split(lengths)]  # [N, S + 1, H]
+        ids, shown = torch.tensor([token for row in rows for token in row]), None
+        if target is not None and pictures and any(pictures):
+            each = zip(ids.split(lengths), pictures, strict=True)
+            shown = torch.cat([embedded(model, target, row, names) for row, names in each])
+        stacked = torch.stack(forward_packed(model, ids, lengths, slots, shown), dim=1).cpu()
+        return list(stacked.split(lengths))  # of [N, S + 1, H]; views: what is kept is copied
     ids = torch.zeros(len(rows), max(lengths), dtype=torch.int64)
     for i, row in enumerate(rows):
         ids[i, : len(row)] = torch.tensor(row)
@@ -141,18 +174,28 @@ def forward_states(model: Any, rows: list[list[int]], slots: tuple[int, ...]) ->
 
 @torch.no_grad()
 def forward_packed(
-    model: Any, ids: Int64[Tensor, " N"], lengths: list[int], slots: tuple[int, ...]
+    model: Any,
+    ids: Int64[Tensor, " N"],
+    lengths: list[int],
+    slots: tuple[int, ...],
+    shown: Float[Tensor, "N H"] | None = None,
 ) -> list[Float[Tensor, "N H"]]:
     """States of rows laid end to end, one tensor a slot and, last, the pre-norm final one, on the
-    model's device: begun there, not waited for. The decoder must be one that ``can_pack``."""
+    model's device: begun there, not waited for. The decoder must be one that ``can_pack``.
+    ``shown``: embeddings in the place of those of ``ids``."""
     decoder, device = decoder_of(model), next(model.parameters()).device
     ends = torch.tensor(lengths).cumsum(0)
     positions = torch.arange(len(ids)) - (ends - torch.tensor(lengths)).repeat_interleave(
         torch.tensor(lengths)
     )
     with record_states(model, slots) as recorded, packed(decoder, lengths):
+        entered = (
+            {"input_ids": upload(ids[None], device)}
+            if shown is None
+            else {"inputs_embeds": shown[None]}
+        )
         decoder(
-            input_ids=upload(ids[None], device),
+            **entered,
             position_ids=upload(positions[None], device),
             use_cache=False,
         )
@@ -178,14 +221,14 @@ def capture(
     ``sample_of``: how many answers there are, where ``rows`` are a sample of them. ``source`` is
     ``InProcess`` on the CPU unless one is given. Raises ``UserError`` when a row's states are not
     finite, all zero, or stuck, when the disk is too small, when a prompt holds
-    images, when the format can't hold the states, and when the folder's shards were made of another
+    images that the source can't show, when the format can't hold the states, and when the folder's shards were made of another
     target, dtype or slots.
     """
     check_format(state_format, target.hidden_size)
-    check_text_only(target, rows)
+    source = source or InProcess(target, slots, dtype, batch_tokens)
+    check_media(target, rows, shown=source.shows_images)
     made_of = {"target": target.fingerprint, "slots": list(slots), "dtype": dtype}
     _bind(folder, made_of | {"sample_of": sample_of})
-    source = source or InProcess(target, slots, dtype, batch_tokens)
     started, tokens = time.perf_counter(), 0
     entries: list[StateEntry] = []
     parts = shard_parts(rows, shard_rows)
@@ -202,7 +245,7 @@ def capture(
             if done is None:
                 if not tokens:
                     opened.enter_context(source)
-                done = _capture_shard(source, part, folder, name, state_format)
+                done = _capture_shard(source, target.media_ids, part, folder, name, state_format)
                 tokens += sum(_length(r) for r in part)
             entries += done
             on_tokens(sum(_length(r) for r in part))
@@ -225,21 +268,6 @@ def shard_parts(rows: list[AnswerRow], shard_rows: int) -> dict[str, list[Answer
     ordered = sorted(rows, key=lambda r: (_length(r), r.id))
     starts = range(0, len(ordered), shard_rows)
     return {f"shard-{i:05d}": ordered[s : s + shard_rows] for i, s in enumerate(starts)}
-
-
-def check_text_only(target: Target, rows: list[AnswerRow]) -> None:
-    """Raise ``UserError`` for prompts with images: only a target's text tower is run here."""
-    media = target.media_ids
-    if not media:
-        return
-    with_images = [r.id for r in rows if media.intersection(r.prompt_token_ids)]
-    if with_images:
-        raise UserError(
-            f"{len(with_images)} prompts hold images or video, the first is {with_images[0]}",
-            expected="text-only prompts: the states at image tokens would be those of placeholders",
-            where=target.folder,
-            next="leave those prompts out of phase 01",
-        )
 
 
 def check_disk(folder: Path, needed_bytes: float) -> None:
@@ -292,11 +320,21 @@ def _length(row: AnswerRow) -> int:
 
 
 def _capture_shard(
-    source: StateSource, part: list[AnswerRow], folder: Path, name: str, state_format: str
+    source: StateSource,
+    media: set[int],
+    part: list[AnswerRow],
+    folder: Path,
+    name: str,
+    state_format: str,
 ) -> list[StateEntry]:
     ids = [row.prompt_token_ids + row.answer_token_ids for row in part]
+    pictures = [
+        picture_names(row.messages) if media.intersection(row.prompt_token_ids) else []
+        for row in part
+    ]
+    states = source.states(ids, pictures) if any(pictures) else source.states(ids)
     captured = []
-    for row, row_ids, made in zip(part, ids, source.states(ids), strict=True):
+    for row, row_ids, made in zip(part, ids, states, strict=True):
         if len(made) != len(row_ids):
             problem = f"{len(made)} states for {len(row_ids)} tokens"
         else:

@@ -1,9 +1,9 @@
-"""Capture through vLLM: a server beside this process writes states, we read, check, delete.
+"""Capture through an engine: a server beside this process writes states, we read, check, delete.
 
 vLLM's speculative method ``extract_hidden_states`` keeps the wanted layers' inputs in its cache and
 its connector writes one file a request. Layer id k is HF ``hidden_states[k]``; id n, the number of
 layers, is the pre-norm last state. Ids come back sorted, whatever the order asked. Several requests
-run at once; answers are paired by token ids, never by order.
+run at once; answers are paired by token ids, never by order. SGLang: ``sglang_source.py``.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from eagle3lib.lab.errors import UserError
 from eagle3lib.target.folder import Target
 
 REQUEST_DEADLINE_S = 600.0
+SETTINGS_OF = "02_capture_hidden_states.engine_settings"
 
 
 def engine_config(
@@ -71,8 +72,9 @@ def engine_config(
 
 
 @dataclass
-class FromVllm:
-    """A ``StateSource`` that starts vLLM when the first shard needs it and stops it at the end."""
+class FromEngine:
+    """A ``StateSource`` that starts an engine when the first shard needs it and stops it at the
+    end. ``_config`` and ``_one`` are the engine's own."""
 
     target: Target
     slots: tuple[int, ...]
@@ -84,26 +86,26 @@ class FromVllm:
     settings: str = ""  # of ``eagle3 serve``
     say: Callable[[str], None] = print
     cells: int = 0
+    shows_images = False  # rows are sent as token ids, which no image can go along with
     _server: EngineServer | None = field(default=None, init=False)
     _states: Path | None = field(default=None, init=False)
 
-    def __enter__(self) -> FromVllm:
-        on_gpu = torch.accelerator.is_available()
-        check_cpu_mla(self.target, self.dtype, on_gpu=on_gpu)
+    def _config(self, states: Path) -> EngineConfig:
+        """The engine set up to write states into ``states``."""
+        raise NotImplementedError
+
+    def _one(self, row: list[int]) -> Tensor:
+        """The states [T, L, H] of a row, layers as in ``layer_ids``."""
+        raise NotImplementedError
+
+    def __enter__(self) -> FromEngine:
         self.work.mkdir(parents=True, exist_ok=True)
         self._states = Path(tempfile.mkdtemp(prefix=".from-engine-", dir=self.work.resolve()))
-        config = engine_config(
-            self.target,
-            self.layer_ids,
-            self._states,
-            dtype=self.dtype,
-            max_model_len=self.max_model_len,
-            on_gpu=on_gpu,
-            extra_flags=self.extra_flags,
-        )
-        config = with_settings(config, self.settings, "02_capture_hidden_states.engine_settings")
-        self._server = EngineServer(config, log=self.work / "vllm.log", say=self.say)
         try:
+            config = self._config(self._states)
+            self._server = EngineServer(
+                config, log=self.work / f"{config.engine}.log", say=self.say
+            )
             self._server.start()
         except BaseException:
             self.__exit__()
@@ -119,21 +121,42 @@ class FromVllm:
 
     @property
     def layer_ids(self) -> list[int]:
-        """What is asked of vLLM: the slots and the pre-norm last state, sorted, each once."""
+        """What is asked of the engine: the slots and the pre-norm last state, sorted, each once."""
         return sorted({*self.slots, self.target.num_layers})
 
-    def states(self, rows: list[list[int]]) -> list[Tensor]:
+    def states(
+        self, rows: list[list[int]], pictures: list[list[str]] | None = None
+    ) -> list[Tensor]:
         """States [T, S + 1, H] of each row, slots in the order asked, then ``last``."""
+        assert not pictures, "an engine is shown no images"
         columns = [self.layer_ids.index(i) for i in (*self.slots, self.target.num_layers)]
         with ThreadPoolExecutor(self.at_once) as pool:
             made = list(pool.map(self._one, rows))
         self.cells += sum(len(row) for row in rows)
         return [states[:, columns] for states in made]
 
+
+class FromVllm(FromEngine):
+    """Through vLLM's ``extract_hidden_states``."""
+
+    def _config(self, states: Path) -> EngineConfig:
+        on_gpu = torch.accelerator.is_available()
+        check_cpu_mla(self.target, self.dtype, on_gpu=on_gpu)
+        config = engine_config(
+            self.target,
+            self.layer_ids,
+            states,
+            dtype=self.dtype,
+            max_model_len=self.max_model_len,
+            on_gpu=on_gpu,
+            extra_flags=self.extra_flags,
+        )
+        return with_settings(config, self.settings, SETTINGS_OF)
+
     def _one(self, row: list[int]) -> Tensor:
         assert self._server is not None
         body = {"model": SERVED_NAME, "prompt": row, "max_tokens": 1, "temperature": 0}
-        reply = _post(f"{self._server.url}/v1/completions", body, self._server.log)
+        reply = post(f"{self._server.url}/v1/completions", body, self._server)
         named = (reply.get("kv_transfer_params") or {}).get("hidden_states_path")
         if not named:
             raise UserError(
@@ -160,7 +183,7 @@ def check_cpu_mla(target: Target, dtype: str, *, on_gpu: bool) -> None:
 
 
 def read_states(path: Path, row: list[int], layers: int) -> Tensor:
-    """The states [T, L, H] that the engine wrote for one row; the files are deleted.
+    """The states [T, L, H] that vLLM wrote for one row; the files are deleted.
 
     Waits for the writer's lock. Raises ``UserError`` when the file is missing, cut short, or holds
     another row's tokens or fewer states than tokens.
@@ -171,13 +194,22 @@ def read_states(path: Path, row: list[int], layers: int) -> Tensor:
             fcntl.flock(held, fcntl.LOCK_SH)  # the writer holds it until the file is whole
             tensors = load_file(path)
     except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"the engine's hidden states can't be read: {error}",
-            where=path,
-            next="look for a full disk, and for 'Hidden-states write failed' in the engine's log",
-        ) from None
+        raise unreadable(path, error, "'Hidden-states write failed'") from None
     path.unlink()
     lock.unlink()
+    return states_of_row(tensors, path, row, layers)
+
+
+def unreadable(path: Path, error: Exception, said: str) -> UserError:
+    return UserError(
+        f"the engine's hidden states can't be read: {error}",
+        where=path,
+        next=f"look for a full disk, and for {said} in the engine's log",
+    )
+
+
+def states_of_row(tensors: dict[str, Tensor], path: Path, row: list[int], layers: int) -> Tensor:
+    """``hidden_states`` [T, L, H] of what an engine wrote, if they are this row's, and whole."""
     states, ids = tensors["hidden_states"], tensors["token_ids"].tolist()
     if ids != row:
         raise UserError(
@@ -196,7 +228,9 @@ def read_states(path: Path, row: list[int], layers: int) -> Tensor:
     return states
 
 
-def _post(url: str, body: dict[str, Any], log: Path) -> dict[str, Any]:
+def post(url: str, body: dict[str, Any], server: EngineServer) -> dict[str, Any]:
+    """The engine's JSON reply. Raises ``UserError`` with what it said instead of one."""
+    name = server.config.engine
     request = urllib.request.Request(
         url, json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
@@ -205,10 +239,10 @@ def _post(url: str, body: dict[str, Any], log: Path) -> dict[str, Any]:
             return dict(json.load(answer))
     except urllib.error.HTTPError as error:
         said = error.read().decode(errors="replace")[:300]
-        raise UserError(f"vLLM refused a row: {said}", where=log) from None
+        raise UserError(f"{name} refused a row: {said}", where=server.log) from None
     except (OSError, ValueError) as error:
         raise UserError(
-            f"vLLM did not answer: {error}",
-            where=log,
+            f"{name} did not answer: {error}",
+            where=server.log,
             next="read the log from its first ERROR on; run the phase again, shards are kept",
         ) from None

@@ -117,6 +117,8 @@ def save_kimi_shaped(model: Any, size: Size, of: Target, folder: Path, dtype: to
             "text_config": text_part, "vision_config": vision,
             "media_placeholder_token_id": media_id, "pad_token_id": text_part["pad_token_id"] or 0,
             "tie_word_embeddings": False, "dtype": text_part["dtype"],
+            # transformers' names; the real folder has their defaults.
+            "projection_hidden_size": vision["hidden_size"], "image_token_id": media_id,
         }  # fmt: skip
         write_json(temporary / "config.json", config)
         _write_processor(temporary, vision)
@@ -125,12 +127,15 @@ def save_kimi_shaped(model: Any, size: Size, of: Target, folder: Path, dtype: to
 
 
 def vision_config(hidden: int) -> dict[str, Any]:
-    """Kimi-K2.5's keys: vLLM reads the sizes without ``vt_``, SGLang's projector those with it."""
+    """Kimi-K2.5's keys: vLLM and transformers read the sizes without ``vt_``, SGLang's projector
+    those with it; transformers the position grid without ``init_``."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2,
              "num_hidden_layers": 1}  # fmt: skip
-    return sizes | {f"vt_{name}": size for name, size in sizes.items()} | {
-        "patch_size": 14, "init_pos_emb_height": 8, "init_pos_emb_width": 8,
-        "init_pos_emb_time": 4, "pos_emb_type": "divided_fixed", "merge_kernel_size": [2, 2],
+    grid = {"pos_emb_height": 8, "pos_emb_width": 8, "pos_emb_time": 4}
+    both = {f"vt_{name}": size for name, size in sizes.items()}
+    both |= {f"init_{name}": size for name, size in grid.items()}
+    return sizes | grid | both | {
+        "patch_size": 14, "pos_emb_type": "divided_fixed", "merge_kernel_size": [2, 2],
         "merge_type": "sd2_tpool", "video_attn_type": "spatial_temporal",
         "mm_projector_type": "patchmerger", "mm_hidden_size": hidden,
         "text_hidden_size": hidden, "projector_hidden_act": "gelu", "projector_ln_eps": 1e-5,

@@ -36,26 +36,34 @@ def best_device(wanted: str = "auto") -> str:
 
 
 def load_target(
-    target: Target, dtype: str, device: str = "cpu", *, trust_remote_code: bool = False
+    target: Target,
+    dtype: str,
+    device: str = "cpu",
+    *,
+    trust_remote_code: bool = False,
+    vision: bool = False,
 ) -> nn.Module:
     """Load the target's text model, every weight of it, for capture.
 
-    Of a multimodal wrapper only the text tower is read. Raises ``UserError`` when transformers
+    Of a multimodal wrapper only the text tower is read, unless ``vision``. Raises ``UserError`` when transformers
     doesn't know the architecture and code of the model's folder is not trusted, and when a weight
     is missing (transformers would go on with a random one).
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     config = text_config(target, trust_remote_code=trust_remote_code)
-    model, report = AutoModelForCausalLM.from_pretrained(
+    if vision:
+        config = _wrapper_config(target, config)
+    kind = AutoModelForImageTextToText if vision else AutoModelForCausalLM
+    model, report = kind.from_pretrained(
         target.folder,
         config=config,
         dtype=DTYPES[dtype],
         # The default, sdpa, forgets Gemma 2's cap on the scores (transformers 5.19).
         attn_implementation="eager" if getattr(config, "attn_logit_softcapping", None) else None,
-        key_mapping=_TEXT_TOWER if target.wrapper else None,
+        key_mapping=_TEXT_TOWER if target.wrapper and not vision else None,
         trust_remote_code=trust_remote_code,
         output_loading_info=True,
     )
@@ -111,6 +119,18 @@ def text_config(target: Target, *, trust_remote_code: bool = False) -> Any:
             "Python files, set trust_remote_code to true",
         )
     return AutoConfig.from_pretrained(target.folder, trust_remote_code=True)
+
+
+def _wrapper_config(target: Target, text: Any) -> Any:
+    """The transformers config of the whole multimodal target around that of its text model."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    raw = read_json(target.folder / "config.json")
+    config = CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
+    config.text_config = text
+    if getattr(text, "quantization_config", None):
+        config.quantization_config = text.quantization_config
+    return config
 
 
 def decoder_of(model: Any) -> Any:

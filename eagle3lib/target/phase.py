@@ -25,7 +25,8 @@ from eagle3lib.target.folder import Target
 from eagle3lib.target.layers import check_layers, match_slots
 from eagle3lib.target.model import TargetHead, best_device, load_target
 from eagle3lib.target.proof import check_states, gather_facts
-from eagle3lib.target.states import StateStore
+from eagle3lib.target.sglang_source import FromSglang
+from eagle3lib.target.states import StateEntry, StateStore
 from eagle3lib.target.weights import weight_files
 
 LAYER_CHECK_ROWS = 4
@@ -75,11 +76,11 @@ def _wanted_rows(phase: Phase, cfg: CaptureParams) -> tuple[list[AnswerRow], int
 def _source(
     phase: Phase, cfg: CaptureParams, target: Target, slots: tuple[int, ...], longest: int
 ) -> StateSource:
-    if cfg.source == "vllm":
-        work = phase.log_file("vllm").parent
+    if cfg.source != "transformers":
+        work = phase.log_file(cfg.source).parent
         # One more than the longest row: the engine must answer a token to it.
         flags = ("--trust-remote-code",) if cfg.trust_remote_code else ()
-        return FromVllm(
+        return (FromVllm if cfg.source == "vllm" else FromSglang)(
             target,
             slots,
             cfg.dtype,
@@ -136,9 +137,25 @@ def _layer_findings(store: StateStore, cfg: CaptureParams, target: Target) -> li
                 "states",
             )
         ]
+    text = [e for e in store.entries if not target.media_ids.intersection(_ids(store, e))]
+    if not text:
+        return [
+            Finding(
+                "state-layers-unproven",
+                "warning",
+                "the layer check was left out: every conversation shows images",
+                "it runs the text model alone",
+                "trust the teacher's agreement, or add a few prompts without images",
+                "states",
+            )
+        ]
     model = load_target(target, cfg.dtype, trust_remote_code=cfg.trust_remote_code)
-    matches = match_slots(store, model, _spread(store.entries, LAYER_CHECK_ROWS))
+    matches = match_slots(store, model, _spread(text, LAYER_CHECK_ROWS))
     return check_layers(matches, target.num_layers)
+
+
+def _ids(store: StateStore, entry: StateEntry) -> list[int]:
+    return store.token_ids(entry).tolist()
 
 
 def agreement_table(store: StateStore, target: Target, most_rows: int = 60) -> pd.DataFrame:

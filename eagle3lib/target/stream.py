@@ -21,13 +21,9 @@ from torch import Tensor
 
 from eagle3lib.data.rows import AnswerRow
 from eagle3lib.lab.errors import UserError
-from eagle3lib.target.capture import (
-    check_text_only,
-    forward_packed,
-    forward_states,
-    length_batches,
-)
+from eagle3lib.target.capture import forward_packed, forward_states, length_batches
 from eagle3lib.target.folder import Target
+from eagle3lib.target.images import check_media
 from eagle3lib.target.model import decoder_of, load_target
 from eagle3lib.target.packing import can_pack
 from eagle3lib.target.states import StateEntry, StateRow, captured_row, entry_of, state_problem
@@ -56,7 +52,7 @@ class LiveStates:
         device: str = "cpu",
     ):
         rows = list(rows)
-        check_text_only(target, rows)
+        check_media(target, rows, shown=False)
         self.slots, self.dtype = slots, dtype
         self.target_fingerprint = target.fingerprint
         self.folder: Path = target.folder  # named in messages

@@ -247,8 +247,8 @@ def test_one_token_has_no_neighbour():
 
 
 def test_bad_states_stop_the_capture(tiny_target, tiny_rows, tmp_path, monkeypatch):
-    def broken(model, rows, slots):
-        made = forward_states(model, rows, slots)
+    def broken(*arguments):
+        made = forward_states(*arguments)
         made[0][2, 0] = torch.nan
         return made
 

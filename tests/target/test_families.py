@@ -137,10 +137,10 @@ def test_missing_weight_is_refused(families, tmp_path):
         load_target(open_target(str(folder)), "float32")
 
 
-def test_images_in_a_prompt_are_refused(families, make_row, tmp_path):
+def test_image_tokens_without_an_image_are_refused(families, make_row, tmp_path):
     target, _ = families("kimi_k25")
     rows = [make_row(0, [1, 2, 3], [4, 5]), make_row(1, [1, IMAGE_ID, IMAGE_ID, 3], [4, 5])]
-    with pytest.raises(UserError, match=r"(?s)1 prompts hold images.*row-01.*phase 01"):
+    with pytest.raises(UserError, match=r"(?s)1 prompts hold image tokens.*row-01.*messages"):
         capture(target, rows, tmp_path, slots=SLOTS, dtype="float32", batch_tokens=64, shard_rows=2)
     assert open_target(str(families("llama")[0].folder)).media_ids == set()
 
