@@ -220,9 +220,9 @@ def capture(
 
     ``sample_of``: how many answers there are, where ``rows`` are a sample of them. ``source`` is
     ``InProcess`` on the CPU unless one is given. Raises ``UserError`` when a row's states are not
-    finite, all zero, or stuck, when the disk is too small, when a prompt holds
-    images that the source can't show, when the format can't hold the states, and when the folder's shards were made of another
-    target, dtype or slots.
+    finite, all zero, or stuck, when the disk is too small, when a prompt holds images that the
+    source can't show, when the format can't hold the states, and when the folder's shards were made
+    of another target, dtype or slots.
     """
     check_format(state_format, target.hidden_size)
     source = source or InProcess(target, slots, dtype, batch_tokens)

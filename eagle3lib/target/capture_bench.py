@@ -8,9 +8,9 @@ Ways, over the same rows, with the target loaded already:
                  model with output_hidden_states; one safetensors file a conversation
     padded, no head   the same through the decoder alone, without logits
 
-All run in this process on its threads, in turns that shift by one each round. A rate is tokens over
-seconds; beside wall time there is CPU time of all threads, which another job on the machine lengthens
-far less. Ratios are of two ways in one round; the median over rounds is the figure.
+All run in this process on its threads, in turns that shift by one each round. A rate is tokens
+over seconds; beside wall time there is CPU time of all threads, which another job on the machine
+lengthens far less. Ratios are of two ways in one round; the median over rounds is the figure.
 """
 
 from __future__ import annotations
@@ -113,6 +113,55 @@ def ratio_rows(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
             }
         )
     return sorted(found, key=lambda row: (row["clock"], row["way"]))
+
+
+def some_of(rows: list[AnswerRow], most: int) -> list[AnswerRow]:
+    """At most ``most`` rows, of every length in equal steps."""
+    ordered = sorted(rows, key=lambda r: (len(r.prompt_token_ids) + len(r.answer_token_ids), r.id))
+    step = max(1.0, len(ordered) / most)
+    return [ordered[int(i * step)] for i in range(min(most, len(ordered)))]
+
+
+def reached(
+    ways: list[dict[str, Any]],
+    reads: list[dict[str, Any]],
+    sizes: list[dict[str, Any]],
+    losses: list[dict[str, Any]],
+    most_lost: float,
+) -> list[dict[str, Any]]:
+    """The goals beside what was found; ``reached`` is None where nothing was measured.
+
+    The last is that of the formats: bytes a token of the smallest format that loses at most
+    ``most_lost`` of the acceptance length on the workload.
+    """
+
+    def over(way: str) -> float:
+        return next(w["capture_over_it"] for w in ways if (w["way"], w["clock"]) == (way, "cpu"))
+
+    lost = {line["format"]: line["lost"] for line in losses if line["set"] == "workload"}
+    fit = {s["format"]: s["of_four_bf16_states"] for s in sizes if s["format"] in lost}
+    fit = {name: share for name, share in fit.items() if lost[name] <= most_lost}
+    least = min(fit.values(), default=None)
+    found = [
+        ("capture over padded batches of 8, CPU time", over("padded"), 2.5, True),
+        ("the same without their head", over("padded, no head"), None, True),
+        ("capture over prefill, CPU time", over("prefill"), 0.97, True),
+        ("shuffled reads over stored order", min(r["ratio"] for r in reads), 0.9, True),
+        (f"bytes of a format that loses at most {most_lost:.0%}", least, 0.42, False),
+    ]
+    return [
+        {
+            "goal": name,
+            "wanted": wanted,
+            "found": value,
+            "reached": None
+            if value is None or wanted is None
+            else value >= wanted
+            if at_least
+            else value <= wanted,
+        }
+        for name, value, wanted, at_least in found
+    ]
 
 
 def padding_share(lengths: list[int], batch: int = BATCH, seed: int = 0) -> float:

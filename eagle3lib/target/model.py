@@ -45,9 +45,9 @@ def load_target(
 ) -> nn.Module:
     """Load the target's text model, every weight of it, for capture.
 
-    Of a multimodal wrapper only the text tower is read, unless ``vision``. Raises ``UserError`` when transformers
-    doesn't know the architecture and code of the model's folder is not trusted, and when a weight
-    is missing (transformers would go on with a random one).
+    Of a multimodal wrapper only the text tower is read, unless ``vision``. Raises ``UserError``
+    when transformers doesn't know the architecture and code of the model's folder is not trusted,
+    and when a weight is missing (transformers would go on with a random one).
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import logging

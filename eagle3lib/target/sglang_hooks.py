@@ -13,7 +13,6 @@ request is answered.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -94,4 +93,4 @@ def _write_one(
     states = torch.stack([seen[layer][rows] for layer in layers], dim=1).cpu()
     temporary = folder / f".{rid}.tmp"
     save_file({"hidden_states": states, "token_ids": ids.clone()}, temporary)
-    os.replace(temporary, folder / f"{rid}.safetensors")
+    temporary.replace(folder / f"{rid}.safetensors")
