@@ -154,12 +154,15 @@ def forward_states(
     decoder = decoder_of(model)
     lengths = [len(row) for row in rows]
     if can_pack(decoder):
-        ids, shown = torch.tensor([token for row in rows for token in row]), None
         if target is not None and pictures and any(pictures):
-            each = zip(ids.split(lengths), pictures, strict=True)
-            shown = torch.cat([embedded(model, target, row, names) for row, names in each])
-        stacked = torch.stack(forward_packed(model, ids, lengths, slots, shown), dim=1).cpu()
-        return list(stacked.split(lengths))  # of [N, S + 1, H]; views: what is kept is copied
+            each = [torch.tensor(row) for row in rows]
+            shown = [embedded(model, target, *one) for one in zip(each, pictures, strict=True)]
+            recorded = forward_packed(model, torch.cat(each), lengths, slots, torch.cat(shown))
+            return list(torch.stack(recorded, dim=1).cpu().split(lengths))  # [N, S + 1, H]
+        ids, own, shared = laid_out(rows, share=not next(model.parameters()).is_cuda)
+        recorded = forward_packed(model, ids, own, slots, shared=shared)
+        first, *parts = torch.stack(recorded, dim=1).cpu().split([shared, *own])
+        return [torch.cat((first, part)) for part in parts] if shared else parts
     ids = torch.zeros(len(rows), max(lengths), dtype=torch.int64)
     for i, row in enumerate(rows):
         ids[i, : len(row)] = torch.tensor(row)
@@ -172,6 +175,23 @@ def forward_states(
     return [stacked[i, :n].clone() for i, n in enumerate(lengths)]
 
 
+def common_beginning(rows: list[list[int]]) -> int:
+    """How many tokens several rows begin with together; each keeps at least one of its own."""
+    if len(rows) < 2:
+        return 0
+    least, most = min(rows), max(rows)  # what these two share, all between them share
+    same = (i for i, (a, b) in enumerate(zip(least, most, strict=False)) if a != b)
+    return min(next(same, len(least)), min(map(len, rows)) - 1)
+
+
+def laid_out(rows: list[list[int]], *, share: bool) -> tuple[Int64[Tensor, " N"], list[int], int]:
+    """Rows end to end: the ids, how many of each row's follow, and how many that all rows begin
+    with were laid down once, first."""
+    shared = common_beginning(rows) if share else 0
+    ids = rows[0][:shared] + [token for row in rows for token in row[shared:]]
+    return torch.tensor(ids), [len(row) - shared for row in rows], shared
+
+
 @torch.no_grad()
 def forward_packed(
     model: Any,
@@ -179,16 +199,18 @@ def forward_packed(
     lengths: list[int],
     slots: tuple[int, ...],
     shown: Float[Tensor, "N H"] | None = None,
+    *,
+    shared: int = 0,
 ) -> list[Float[Tensor, "N H"]]:
     """States of rows laid end to end, one tensor a slot and, last, the pre-norm final one, on the
     model's device: begun there, not waited for. The decoder must be one that ``can_pack``.
-    ``shown``: embeddings in the place of those of ``ids``."""
+    ``shown``: embeddings in the place of those of ``ids``. ``shared``: the first so many ids begin
+    every row (not on a GPU); ``lengths`` are then those of what follows."""
     decoder, device = decoder_of(model), next(model.parameters()).device
-    ends = torch.tensor(lengths).cumsum(0)
-    positions = torch.arange(len(ids)) - (ends - torch.tensor(lengths)).repeat_interleave(
-        torch.tensor(lengths)
-    )
-    with record_states(model, slots) as recorded, packed(decoder, lengths):
+    starts = torch.tensor(lengths).cumsum(0) - torch.tensor(lengths)
+    own = torch.arange(len(ids) - shared) - starts.repeat_interleave(torch.tensor(lengths))
+    positions = torch.cat((torch.arange(shared), own + shared))
+    with record_states(model, slots) as recorded, packed(decoder, lengths, shared):
         entered = (
             {"input_ids": upload(ids[None], device)}
             if shown is None

@@ -28,7 +28,13 @@ from safetensors.torch import save_file
 
 from eagle3lib.data.rows import AnswerRow
 from eagle3lib.lab.errors import UserError
-from eagle3lib.target.capture import InProcess, capture, forward_packed, length_batches
+from eagle3lib.target.capture import (
+    InProcess,
+    capture,
+    forward_packed,
+    laid_out,
+    length_batches,
+)
 from eagle3lib.target.folder import Target
 from eagle3lib.target.model import decoder_of
 from eagle3lib.target.packing import can_pack
@@ -181,8 +187,8 @@ def _data_order(rows: int, batch: int = BATCH, seed: int = 0) -> list[list[int]]
 def _prefill(source: InProcess, ids: list[list[int]]) -> None:
     lengths = [len(row) for row in ids]
     for batch in length_batches(lengths, source.batch_tokens, pads=False):
-        flat = torch.tensor([token for i in batch for token in ids[i]])
-        forward_packed(source.model, flat, [lengths[i] for i in batch], ())
+        flat, own, shared = laid_out([ids[i] for i in batch], share=True)
+        forward_packed(source.model, flat, own, (), shared=shared)
 
 
 @torch.no_grad()

@@ -4,6 +4,9 @@ Rows are laid end to end as one sequence [1, N]; positions start anew at each ro
 computed row by row. Everything else in a layer works token by token, so a batch costs its tokens
 and nothing more. The states equal those of each row run alone, but for rounding in other matrix
 sizes. On a GPU the rows of a batch are one ``flex_attention``, where a row's own are not needed.
+
+Rows that begin with the same tokens (a system prompt, a chat template) can share them: these are
+laid down and computed once, and each row attends to them and to its own.
 """
 
 from __future__ import annotations
@@ -28,8 +31,10 @@ _NAME = "eagle3_packed"
 
 @dataclass(frozen=True)
 class _Pack:
-    lengths: list[int]
+    lengths: list[int]  # of each row beyond what all share
+    shared: int = 0  # tokens that come first and that all rows attend to
     masks: dict[int | None, Any] = field(default_factory=dict)  # by window, for all layers
+    seen: dict[tuple[int, int, int | None], Tensor | None] = field(default_factory=dict)
 
     def mask(self, window: int | None, device: torch.device) -> Any:
         if window not in self.masks:
@@ -41,6 +46,20 @@ class _Pack:
             sides = upload(first, device), upload(last, device)
             self.masks[window] = interval_mask(*sides, len(last))
         return self.masks[window]
+
+    def row_mask(self, tokens: int, before: int, window: int | None) -> Tensor | None:
+        """[T, before + T], true where a position of a row that follows ``before`` shared tokens
+        sees; None where plain causal attention is the same."""
+        key = tokens, before, window
+        if key not in self.seen:
+            hides = window is not None and before + tokens > window
+            mask = None
+            if before or hides:
+                mask = torch.ones(tokens, before + tokens, dtype=torch.bool).tril(before)
+            if mask is not None and hides and window is not None:
+                mask &= torch.ones_like(mask).triu(before + 1 - window)
+            self.seen[key] = mask
+        return self.seen[key]
 
 
 _pack: ContextVar[_Pack] = ContextVar("the packed rows")
@@ -58,13 +77,14 @@ def can_pack(decoder: Any) -> bool:
 
 
 @contextlib.contextmanager
-def packed(decoder: Any, lengths: list[int]) -> Iterator[None]:
-    """Within it the decoder takes rows of ``lengths`` laid end to end."""
+def packed(decoder: Any, lengths: list[int], shared: int = 0) -> Iterator[None]:
+    """Within it the decoder takes rows of ``lengths`` laid end to end, after ``shared`` tokens that
+    belong to each of them (not on a GPU)."""
     from transformers import AttentionInterface
 
     # A name that transformers knows no mask for: it then builds none, which would be N x N.
     AttentionInterface.register(_NAME, packed_attention)
-    before, token = decoder.config._attn_implementation, _pack.set(_Pack(list(lengths)))
+    before, token = decoder.config._attn_implementation, _pack.set(_Pack(list(lengths), shared))
     decoder.config._attn_implementation = _NAME
     try:
         yield
@@ -91,7 +111,8 @@ def packed_attention(
     query [1, Hq, N, D], key [1, Hk, N, D], value [1, Hk, N, Dv] -> [1, N, Hq, Dv]. ``s_aux`` [Hq]
     are gpt-oss's sinks, ``softcap`` is Gemma 2's tanh on the scores.
     """
-    lengths = _pack.get().lengths
+    pack = _pack.get()
+    lengths = [pack.shared, *pack.lengths] if pack.shared else pack.lengths
     assert query.shape[:1] == (1,) and query.shape[2] == key.shape[2] == sum(lengths)
     plain = softcap is None and s_aux is None
     if query.is_cuda and plain and query.shape[3] == value.shape[3]:
@@ -99,9 +120,14 @@ def packed_attention(
     parts = zip(
         query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True
     )
+    first_k, first_v = key[:, :, : pack.shared], value[:, :, : pack.shared]
     rows = []
-    for q, k, v in parts:
-        mask = _window_mask(q, sliding_window)
+    for q, own_k, own_v in parts:
+        before = pack.shared if rows else 0
+        k = torch.cat((first_k, own_k), 2) if before else own_k
+        v = torch.cat((first_v, own_v), 2) if before else own_v
+        mask = pack.row_mask(q.shape[2], before, sliding_window)
+        mask = None if mask is None else mask.to(q.device)
         if plain:
             grouped = q.shape[1] != k.shape[1]
             rows.append(
@@ -136,15 +162,6 @@ def _compiled_flex() -> Any:
     return torch.compile(_flex, dynamic=True)
 
 
-def _window_mask(q: Tensor, window: int | None) -> Tensor | None:
-    """[T, T], true where a position is seen; None when a window hides nothing."""
-    tokens = q.shape[2]
-    if window is None or tokens <= window:
-        return None
-    seen = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device)
-    return seen.tril() & seen.triu(1 - window)
-
-
 def _written_out(
     q: Tensor,
     k: Tensor,
@@ -155,7 +172,7 @@ def _written_out(
     sinks: Tensor | None,
 ) -> Tensor:
     """What no fused kernel offers: capped scores, and a sink that shares in the softmax."""
-    tokens, groups = q.shape[2], q.shape[1] // k.shape[1]
+    tokens, keys, groups = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     if mask is None:
         mask = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).tril()
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
@@ -167,4 +184,4 @@ def _written_out(
         column = sinks.to(scores.dtype).reshape(1, -1, 1, 1).expand(-1, -1, tokens, -1)
         scores = torch.cat((scores, column), dim=-1)
     shares = functional.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype)
-    return shares[..., :tokens] @ v
+    return shares[..., :keys] @ v

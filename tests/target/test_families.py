@@ -9,7 +9,13 @@ from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, IMAGE_ID, save_target
 
 from eagle3lib.lab.errors import UserError
-from eagle3lib.target.capture import capture, forward_states, teacher_agreement
+from eagle3lib.target.capture import (
+    capture,
+    common_beginning,
+    forward_packed,
+    forward_states,
+    teacher_agreement,
+)
 from eagle3lib.target.folder import open_target
 from eagle3lib.target.int4 import GROUP, quantised
 from eagle3lib.target.layers import all_states
@@ -80,6 +86,40 @@ def test_batch_of_eight_is_eight_batches_of_one(families, family):
         with torch.no_grad(), record_states(model, SLOTS) as alone:
             model(torch.tensor([row]), use_cache=False)
         close(states, torch.stack(alone, dim=2)[0])
+
+
+@each_family
+def test_a_shared_beginning_is_computed_once_and_changes_nothing(families, family, monkeypatch):
+    """Windows of 8 begin within it, at its end, and behind it."""
+    _, model = families(family)
+    first = random_rows([11], seed=5)[0]
+    rows = [first + tail for tail in random_rows((3, 20, 1, 9))]
+    assert common_beginning(rows) == 11
+    laid = []
+
+    def counted(model, ids, *rest, **more):
+        laid.append(len(ids))
+        return forward_packed(model, ids, *rest, **more)
+
+    monkeypatch.setattr("eagle3lib.target.capture.forward_packed", counted)
+    together = forward_states(model, rows, SLOTS)
+    assert laid == [11 + 3 + 20 + 1 + 9]
+    for row, states in zip(rows, together, strict=True):
+        close(states, forward_states(model, [row], SLOTS)[0])
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens"),
+    [
+        ([[1, 2, 3]], 0),
+        ([[1, 2, 3], [1, 2, 4], [1, 2, 3, 9]], 2),
+        ([[1, 2], [1, 2, 4]], 1),  # each row keeps one of its own
+        ([[5, 6, 7], [5, 6, 7]], 2),
+        ([[4, 1], [3, 1]], 0),
+    ],
+)
+def test_common_beginnings(rows, tokens):
+    assert common_beginning(rows) == tokens
 
 
 @each_family
