@@ -117,8 +117,8 @@ def test_another_image_changes_what_comes_after_it_alone(target, rows, store, tm
     with InProcess(target, SLOTS, "float32", 256) as source:
         ids = [row.prompt_token_ids + row.answer_token_ids]
         here, there = (source.states(ids, [picture_names(r.messages)])[0] for r in (row, other))
-    assert torch.equal(here[:2], there[:2])
-    assert ((here[2:] - there[2:]).abs().amax((1, 2)) > 1e-3).all()
+    changed = (here - there).abs().amax((1, 2))
+    assert changed[:2].max() < 1e-5 < changed[2:].min(), changed
 
 
 def test_text_alone_is_the_text_tower(target, rows, store, tmp_path):

@@ -84,7 +84,10 @@ def test_a_target_larger_than_memory_leaves_the_layer_check_out(run, tiny_target
     assert (finding.code, finding.severity) == ("state-layers-unproven", "warning")
 
 
-def test_source_vllm_opens_vllm(run, tiny_target, tiny_rows, monkeypatch):
+@pytest.mark.parametrize(("source", "opened"), [("vllm", "FromVllm"), ("sglang", "FromSglang")])
+def test_an_engine_is_opened_for_its_source(
+    run, tiny_target, tiny_rows, monkeypatch, source, opened
+):
     class Engine(InProcess):
         """Stands in for the server: what it is asked for is what counts."""
 
@@ -94,8 +97,8 @@ def test_source_vllm_opens_vllm(run, tiny_target, tiny_rows, monkeypatch):
             assert extra_flags == ("--trust-remote-code",)
             super().__init__(target, slots, dtype, 64)
 
-    monkeypatch.setattr(phase_02, "FromVllm", Engine)
-    phase, cfg = run(source="vllm", trust_remote_code=True)
+    monkeypatch.setattr(phase_02, opened, Engine)
+    phase, cfg = run(source=source, trust_remote_code=True)
     result = phase_02.capture_answers(phase, cfg, tiny_target, (2, 5, 7))
     assert result.captured_tokens == result.tokens > 0
 
