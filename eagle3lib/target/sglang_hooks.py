@@ -50,8 +50,8 @@ def write(config: dict[str, Any]) -> Callable[..., None]:
             return
         lengths = [int(n) for n in batch.extend_seq_lens_cpu]
         before = [int(n) for n in batch.extend_prefix_lens_cpu]
+        ids = batch.input_ids.cpu().long()
         problem = _problem(seen, layers, sum(lengths))
-        ids = batch.input_ids.cpu().long().split([*lengths, len(batch.input_ids) - sum(lengths)])
         for place, rid in enumerate(batch.rids):
             if not rid.startswith(PREFIX):
                 continue
@@ -59,7 +59,7 @@ def write(config: dict[str, Any]) -> Callable[..., None]:
                               if before[place] else "")  # fmt: skip
             start = sum(lengths[:place])
             rows = slice(start, start + lengths[place])
-            _write_one(folder, rid, own, seen, layers, rows, ids[place])
+            _write_one(folder, rid, own, seen, layers, rows, ids[rows])
 
     return hook
 
