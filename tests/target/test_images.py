@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from eagle3lib.drafter.align import base_positions, base_span, label_exists, label_index
 from eagle3lib.lab.errors import UserError
+from eagle3lib.lab.params import CaptureParams
 from eagle3lib.target.capture import InProcess, capture
 from eagle3lib.target.engine import FromVllm
 from eagle3lib.target.folder import open_target
@@ -140,7 +141,7 @@ def test_nothing_is_taught_at_the_tokens_of_an_image(store, image_id):
 
 
 def test_the_layer_check_takes_rows_without_images(target, store, rows, tmp_path):
-    cfg = SimpleNamespace(dtype="float32", trust_remote_code=False)
+    cfg = CaptureParams(target=str(target.folder), dtype="float32")
     assert _layer_findings(store, cfg, target) == []
     capture(target, rows[1:], tmp_path, **SETTINGS)
     [finding] = _layer_findings(StateStore(tmp_path), cfg, target)

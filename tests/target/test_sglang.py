@@ -151,6 +151,7 @@ def test_another_rows_states_are_refused(tmp_path):
     save_file({"hidden_states": states, "token_ids": torch.tensor(ROW[::-1])}, path)
     with pytest.raises(UserError, match="other tokens"):
         read_hooked(path, ROW, 3)
+    save_file({"hidden_states": states, "token_ids": torch.tensor(ROW)}, path)
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(UserError, match="can't be read"):
         read_hooked(path, ROW, 3)
