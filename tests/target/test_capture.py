@@ -270,9 +270,9 @@ def test_interrupted_capture_goes_on(tiny_target, tiny_rows, tmp_path, monkeypat
     shards[-1].unlink()
     made = []
 
-    def counted(model, rows, slots):
+    def counted(model, rows, *rest):
         made.extend(rows)
-        return forward_states(model, rows, slots)
+        return forward_states(model, rows, *rest)
 
     monkeypatch.setattr("eagle3lib.target.capture.forward_states", counted)
     result = capture(tiny_target, tiny_rows, tmp_path, **CAPTURE)
