@@ -74,8 +74,8 @@ def test_goals_are_met_by_their_own_side():
     sizes = [{"format": "fp8", "of_four_bf16_states": 0.43},
              {"format": "compact", "of_four_bf16_states": 0.36}]  # fmt: skip
     losses = [{"format": f, "set": "workload", "lost": 0.005} for f in ("fp8", "compact")]
-    found = reached(ways, [{"ratio": 0.95}], sizes, losses, 0.01)
+    found = reached(ways, [{"ratio": 0.95}], sizes, losses, 0.01, 0.42)
     assert [g["reached"] for g in found] == [True, None, False, True, True]
     losses[1]["lost"] = 0.02
-    assert reached(ways, [{"ratio": 0.95}], sizes, losses, 0.01)[-1]["reached"] is False
-    assert reached(ways, [{"ratio": 0.95}], sizes, [], 0.01)[-1]["reached"] is None
+    assert reached(ways, [{"ratio": 0.95}], sizes, losses, 0.01, 0.42)[-1]["reached"] is False
+    assert reached(ways, [{"ratio": 0.95}], sizes, [], 0.01, 0.42)[-1]["reached"] is None
