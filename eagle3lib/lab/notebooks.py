@@ -8,6 +8,7 @@ import json
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,13 @@ def execute(params: NotebookParams, output: Path) -> None:
     os.environ.setdefault("PLOTLY_RENDERER", _RENDERER)
     source = NOTEBOOKS / f"{params.PHASE}.ipynb"
     try:
-        with _stderr_into(output.with_suffix(".log")), _sources_told(params):
+        with (
+            _stderr_into(output.with_suffix(".log")),
+            _sources_told(params),
+            # A name of its own: all kernels of a working folder would share the default one, and
+            # of two runs at once one would wait for a kernel that hears the other.
+            tempfile.TemporaryDirectory(prefix="eagle3-") as sockets,
+        ):
             papermill.execute_notebook(
                 str(source),
                 str(output),
@@ -102,7 +109,7 @@ def execute(params: NotebookParams, output: Path) -> None:
                 start_timeout=_KERNEL_START_S,
                 autosave_cell_every=30,
                 # Over TCP each kernel warns that its channels are not encrypted.
-                config=Config({"KernelManager": {"transport": "ipc"}}),
+                config=Config({"KernelManager": {"transport": "ipc", "ip": f"{sockets}/kernel"}}),
             )
     except PapermillExecutionError as error:
         if error.ename == "UserError":

@@ -318,14 +318,19 @@ class _Visit:
     def _work(
         self, tasks: list[Any], ask: Callable[[Any], Any], keep: Callable[[Any], None], load: int
     ) -> None:
-        """Ask with ``load`` in flight; a server that stops making tokens ends it, not patience."""
+        """Ask with ``load`` in flight; a server that stops making tokens ends it, not patience.
+
+        One at a time, an answer is on disk before the next is asked. More at once never wait for
+        the disk: a line takes some 20 ms to be safe, and the load would not be what it is called.
+        """
         waiting = list(reversed(tasks))
+        handed_out = 1 if load == 1 else len(waiting)
         pool = ThreadPoolExecutor(load)
         running: dict[Future[Any], str] = {}
         watches = {arm: LoadWatch(s.url, STALL_S) for arm, s in self.servers.items()}
         try:
             while waiting or running:
-                while waiting and len(running) < load:
+                while waiting and len(running) < handed_out:
                     task = waiting.pop()
                     running[pool.submit(ask, task)] = task[0]
                 done, _ = wait(running, timeout=LOOK_EVERY_S, return_when=FIRST_COMPLETED)

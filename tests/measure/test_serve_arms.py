@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import threading
 from typing import ClassVar
 
 import pytest
@@ -290,3 +291,23 @@ def test_a_named_drafter_is_measured_without_phase_05(run, tmp_path, monkeypatch
     assert own_drafter(FakePhase(tmp_path), cfg) == tmp_path / "theirs"
     assert own_drafter(FakePhase(tmp_path), CFG) == tmp_path / "drafter"
     assert cfg.input_files()["drafter"] == tmp_path / "theirs"
+
+
+@pytest.mark.parametrize("load", [1, 3])
+def test_a_load_does_not_wait_for_the_disk(load):
+    """What is kept of an answer must not hold back the next one, unless one is asked at a time."""
+    begun, last, seen = [], threading.Event(), []
+
+    def ask(task):
+        begun.append(task)
+        if len(begun) == 6:
+            last.set()
+        return task
+
+    def keep(task):
+        seen.append(last.wait(10 if load > 1 else 0.2) if not seen else True)
+
+    visit = object.__new__(serve_arms._Visit)
+    visit.servers = {}
+    visit._work([("arm", i) for i in range(6)], ask, keep, load)
+    assert seen == [load > 1, *[True] * 5] and len(begun) == 6
