@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -67,6 +67,14 @@ class BenchmarkParams(PhaseParams):
 
     def upstream(self) -> tuple[str, ...]:
         return self.UPSTREAM[:1] if self.drafter else self.UPSTREAM
+
+    @field_validator(
+        "concurrency", "more_speculative_tokens", "temperatures", "context_tokens", mode="before"
+    )
+    @classmethod
+    def _one_number_is_a_list_too(cls, value: Any) -> Any:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return f"{value:g}" if is_number else value
 
     @field_validator("engines")
     @classmethod

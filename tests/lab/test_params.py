@@ -8,7 +8,7 @@ import pytest
 
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.machine import ROOT
-from eagle3lib.lab.params import PHASES, GenerateParams, TrainParams
+from eagle3lib.lab.params import PHASES, BenchmarkParams, GenerateParams, TrainParams
 from eagle3lib.lab.phase_params import SOURCES_VARIABLE, resolve
 
 FIELDS = [(model, name) for model in PHASES.values() for name in model.model_fields]
@@ -160,3 +160,11 @@ def test_a_notebook_shows_each_parameter_with_its_help_and_where_it_came_from(mo
     shown = headless._repr_html_()
     assert all(field.description in unescape(shown) for field in TrainParams.model_fields.values())
     assert "<b>" not in TrainParams(warm_start="<b>")._repr_html_()
+
+
+def test_one_number_stands_for_a_list_of_one():
+    """``eagle3 run demo 06 concurrency=8``: YAML reads a number."""
+    told = BenchmarkParams.checked({"concurrency": 8, "temperatures": 0.7}, "the command line")
+    assert (told.concurrency, told.temperatures) == ("8", "0.7")
+    with pytest.raises(UserError, match="concurrency"):
+        BenchmarkParams.checked({"concurrency": True}, "the command line")

@@ -275,3 +275,12 @@ def test_the_reference_of_a_watch_counts_first_repeats_alone():
     # for the prompts' own mean).
     assert told["spread"] == pytest.approx(10 * 6 / 5)
     assert reference_of([], 3) is None
+
+
+def test_the_headlines_engine_is_the_one_that_served():
+    """The environment's vLLM says nothing of an SGLang server."""
+    rows = [replace(row, engine="sglang") for row in benchmark()]
+    cfg = BenchmarkParams(repeats=1, engines="sglang")
+    told = summarise(rows, cfg, {}, servers={PLAIN: {"version": "0.5.15"}})
+    assert told["engine"] == {"engine": "sglang", "version": "0.5.15"}
+    assert summarise(rows, cfg, {})["engine"] == {"engine": "sglang", "version": None}
