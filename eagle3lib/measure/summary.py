@@ -71,6 +71,7 @@ def summarise(
     first = points[0]
     return {
         "engine": _engine_served(first, servers or {}),
+        "servers": servers or {},
         "dtype": cfg.dtype,
         "num_speculative_tokens": steps,
         "repeats": cfg.repeats,
