@@ -13,7 +13,7 @@ class FakeEngine:
         self.rounds, self.kind, self.incremental = list(rounds), kind, incremental
         self.events, self.metrics = events, metrics
         self.requests, self.lock = [], threading.Lock()
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+        self._http = _Server(("127.0.0.1", 0), _Handler)
         self._http.fake, self._http.daemon_threads = self, True
         threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True).start()
         self.url = f"http://127.0.0.1:{self._http.server_port}"
@@ -69,6 +69,10 @@ class FakeEngine:
                              "spec_draft_token_num": 3 * (len(chunks) - 1)}  # fmt: skip
             shown = list(ids) if self.incremental else list(so_far)
             yield {"text": "x", "output_ids": shown, "meta_info": meta}
+
+
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 128  # connections that wait: its own 5 refuse a load of 32
 
 
 class _Handler(BaseHTTPRequestHandler):
