@@ -201,7 +201,7 @@ def _served_pairs(run: str, target: str, old: Path, new: Path) -> list[Any]:
     from eagle3lib.lab.files import read_json
     from eagle3lib.lab.phase_params import resolve
     from eagle3lib.lab.run import outdated_by, run_folder
-    from eagle3lib.measure.arms import OWN, REFERENCE, read_requests
+    from eagle3lib.measure.arms import OWN, REFERENCE, drafter_folder, read_requests
     from eagle3lib.measure.replace import served_pairs
     from eagle3lib.target.folder import open_target
 
@@ -225,7 +225,7 @@ def _served_pairs(run: str, target: str, old: Path, new: Path) -> list[Any]:
             next=f"eagle3 run {run} 06 reference_drafter={old}",
         )
     asked = resolve(reference)
-    own = run_folder(run) / "05_export_drafter" / "drafter"
+    own = drafter_folder(run_folder(run), OWN)
     if asked.resolve() != old.resolve() or own.resolve() != new.resolve():
         raise UserError(
             "the benchmark did not serve these two drafters",

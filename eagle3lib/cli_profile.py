@@ -103,13 +103,14 @@ def _config(
     """The engine's settings without a drafter, the drafter, and the server's own parameters."""
     from eagle3lib.engine.settings import ServeParams, split_words
     from eagle3lib.lab.run import run_folder
+    from eagle3lib.measure.arms import OWN, drafter_folder
     from eagle3lib.target.folder import open_target
 
     values, flags = split_words(words)
     named = [name for name in (drafter, str(values.pop("drafter", ""))) if name]
     if len(set(named)) > 1:
         raise UserError(f"two drafters: {' and '.join(named)}", expected="one, by --drafter")
-    own = run_folder(run) / "05_export_drafter" / "drafter" if run else None
+    own = drafter_folder(run_folder(run), OWN) if run else None
     if own is not None and own.exists():
         named = named or [str(own)]
     if named and not Path(named[0]).is_dir():

@@ -19,7 +19,7 @@ from eagle3lib.lab.machine import ROOT
 from eagle3lib.lab.notebooks import NOTEBOOKS, read_notebook
 from eagle3lib.lab.params import PHASES
 from eagle3lib.lab.run import outdated_by, outputs_root, run_folder, whole_phases
-from eagle3lib.measure.arms import OWN, PLAIN, read_requests, read_sweeps
+from eagle3lib.measure.arms import OWN, PLAIN, drafter_folder, read_requests, read_sweeps
 from eagle3lib.measure.profile import FOLDER as PROFILE
 from eagle3lib.measure.profile import drafter_fingerprint, read_profile
 from eagle3lib.measure.summary import check_benchmark, interval_text
@@ -189,7 +189,7 @@ def page_figures(run: str) -> dict[str, go.Figure]:
 
 def _profile_of_now(folder: Path) -> dict[str, Any] | None:
     """The run's profile; None without one, and for one of another drafter than the run's is now."""
-    found, own = read_profile(folder / PROFILE), folder / "05_export_drafter" / "drafter"
+    found, own = read_profile(folder / PROFILE), drafter_folder(folder, OWN)
     if not found or (found["drafter"] and not own.is_dir()):
         return None
     now = drafter_fingerprint(own) if found["drafter"] else None
