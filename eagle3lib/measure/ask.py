@@ -98,12 +98,13 @@ class Asker:
         }
         if not is_streamed(prompt.id, point.concurrency):
             return self._whole(server, asked, options)
+        has_drafter = server.config.drafter is not None
         if self._renderer is not None:
-            has_drafter = server.config.drafter is not None
             steps = self.steps if has_drafter else None
-            return stream_ids(server.url, self._renderer, asked, steps=steps, **options)
-        streamed = stream_chat(server.url, asked, **options)
-        if streamed.counts is None and server.config.drafter and point.concurrency == 1:
+            streamed = stream_ids(server.url, self._renderer, asked, steps=steps, **options)
+        else:
+            streamed = stream_chat(server.url, asked, **options)
+        if streamed.counts is None and has_drafter and point.concurrency == 1:
             # Without a record of the engine a lone request's chunks are its rounds.
             with contextlib.suppress(BrokenRecord):  # merged on their way: rounds are unknown
                 return replace(streamed, counts=chunk_counts(streamed.chunk_tokens, self.steps))

@@ -13,6 +13,7 @@ from fake_engine import FakeEngine
 
 from eagle3lib.data.rows import AnswerRow
 from eagle3lib.engine.bench_serve import BenchServe
+from eagle3lib.engine.config import EngineConfig
 from eagle3lib.engine.failures import DIED, MUTE, Failure
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import read_json
@@ -26,8 +27,9 @@ from eagle3lib.measure.arms import (
     read_requests,
     read_sweeps,
 )
-from eagle3lib.measure.ask import is_streamed
+from eagle3lib.measure.ask import Asker, is_streamed
 from eagle3lib.measure.check import check_benchmark
+from eagle3lib.measure.points import Point
 from eagle3lib.measure.serve_arms import run_arms
 from eagle3lib.measure.summary import summarise
 
@@ -311,3 +313,26 @@ def test_a_load_does_not_wait_for_the_disk(load):
     visit.servers = {}
     visit._work([("arm", i) for i in range(6)], ask, keep, load)
     assert seen == [load > 1, *[True] * 5] and len(begun) == 6
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_lone_requests_chunks_are_its_rounds_where_the_engine_tells_none(tmp_path, kind):
+    """Of either engine, in a gate and in the benchmark: both ask here."""
+    engine = FakeEngine([0, 2, 3], kind=kind)
+    told = list(
+        engine.stream({"max_completion_tokens": 9, "sampling_params": {"max_new_tokens": 9}})
+    )
+    for event in told:
+        event.pop("metrics", None)
+        for name in [n for n in event.get("meta_info", {}) if n.startswith("spec_")]:
+            event["meta_info"].pop(name)
+    engine.events = told
+    asker = Asker(CFG, tmp_path, "vllm", 3)
+    if kind == "sglang":
+        asker._renderer = type("Renderer", (), {"prompt": lambda self, asked: ([1, 2], "q")})()
+    server = type(
+        "Server", (), {"url": engine.url, "config": EngineConfig(tmp_path, drafter=tmp_path)}
+    )
+    counts = asker.ask(server, PROMPTS[0], Point(kind), 9).counts
+    assert (counts.rounds, counts.accepted) == (3, 5)
+    engine.close()
