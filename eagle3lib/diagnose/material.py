@@ -26,7 +26,7 @@ from eagle3lib.drafter.weights import read_weights
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import read_json, read_jsonl
 from eagle3lib.lab.finding import Finding
-from eagle3lib.measure.arms import OWN, RequestRow, read_requests
+from eagle3lib.measure.arms import OWN, RequestRow, drafter_folder, read_requests
 from eagle3lib.target.folder import Target
 from eagle3lib.target.model import DTYPES, TargetHead
 from eagle3lib.target.states import StateStore
@@ -103,8 +103,10 @@ def read_material(
         benchmark=benchmark,
     )  # fmt: skip
     _read_data(m, folder)
-    _read_training(m, folder)
-    _read_export(m, folder / "05_export_drafter" / "drafter")
+    drafter = drafter_folder(folder, OWN)
+    if drafter.is_relative_to(folder):  # one from elsewhere was not trained here
+        _read_training(m, folder)
+    _read_export(m, drafter)
     place = folder / "06_benchmark_serving"
     m.requests = m.attempt(1, lambda: read_requests(place), [])
     m.servers = _json(place / "servers.json")

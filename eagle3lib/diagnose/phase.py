@@ -23,7 +23,7 @@ from eagle3lib.lab.files import read_json, write_json
 from eagle3lib.lab.finding import Finding
 from eagle3lib.lab.params import DiagnoseParams
 from eagle3lib.lab.run import Phase
-from eagle3lib.measure.arms import OWN, read_requests
+from eagle3lib.measure.arms import OWN, drafter_folder, read_requests
 from eagle3lib.target.folder import Target
 
 Replayed = dict[str, list[ReplayedAnswer]]
@@ -51,7 +51,7 @@ def replay_sets(phase: Phase, target: Target, states_of: StatesOf) -> Replayed:
             name: replay_answers(
                 picked,
                 target,
-                phase.of("05_export_drafter") / "drafter",
+                drafter_folder(phase.folder.parent, OWN),
                 dtype=benchmark["dtype"],
                 steps=benchmark["num_speculative_tokens"],
                 plain=plain_answers(rows),
@@ -71,7 +71,6 @@ def diagnose_run(
     Writes ``findings.json``: verdict, waterfalls, causes with proof and cost, the tables behind.
     """
     benchmark = _metrics(phase, "06_benchmark_serving")
-    training = _metrics(phase, "04_train_drafter")
     steps = benchmark["num_speculative_tokens"]
     compared = {
         name: compare_counts(answers, steps, benchmark["dtype"])
@@ -86,8 +85,10 @@ def diagnose_run(
     causes = causes_of(evidence) + [as_cause(f, 7) for f in slow]
     causes += [as_cause(f, 2) for f in lossless_findings(compared)]
     causes = with_verdict(causes, old)
-    bigram = training["baselines"].get("bigram_workload")
-    same_steps = training["num_speculative_tokens"] == steps
+    # A drafter from elsewhere has no training here.
+    training = evidence.material.training
+    bigram = training.get("baselines", {}).get("bigram_workload")
+    same_steps = training.get("num_speculative_tokens") == steps
     metrics = {
         "verdicts": {"acceptance": acceptance, "speed": speed, "cause": verdict_line(causes)},
         "num_speculative_tokens": steps,

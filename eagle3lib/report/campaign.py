@@ -20,7 +20,7 @@ from eagle3lib.lab.large import freed
 from eagle3lib.lab.machine import ROOT
 from eagle3lib.lab.params import PHASES
 from eagle3lib.lab.run import outdated_by, run_folder, whole_phases
-from eagle3lib.measure.arms import OWN, PLAIN, REFERENCE
+from eagle3lib.measure.arms import OWN, PLAIN, REFERENCE, drafter_folder
 
 GATES = {"baseline": PLAIN, "reference": REFERENCE, "own": OWN}
 _BENCHMARK = "06_benchmark_serving"
@@ -185,11 +185,14 @@ def _next_steps(folder: Path, phases: list[PhaseLine]) -> list[tuple[str, str]]:
         if first.state == "failed":
             why = f"{first.name} failed: read reports/{first.name}.ipynb, mend the cause"
         return [(f"{why}; go on with", f"eagle3 run {_profile(folder)}")]
-    drafter = shown_path(folder / "05_export_drafter" / "drafter")
+    drafter = drafter_folder(folder, OWN)
+    share = ("all phases are done; share the result", f"eagle3 report {run} --bundle {run}.zip")
+    if not drafter.is_relative_to(folder):  # somebody's, with a card of its own
+        return [share]
     return [
-        ("all phases are done; share the result", f"eagle3 report {run} --bundle {run}.zip"),
+        share,
         ("write the figures into the model card", f"eagle3 card {run}"),
-        ("upload the drafter under your own account", f"hf upload YOUR_NAME/MODEL {drafter} ."),
+        ("upload the drafter under your own account", f"hf upload YOUR_NAME/MODEL {shown_path(drafter)} ."),
     ]
 
 

@@ -6,6 +6,7 @@ small run's size, not of the rule.
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 
@@ -14,6 +15,10 @@ from bench import Bench, judged, judged_healthy
 from catalogue import FAULTS, ON_REAL, PAIRS
 from kinds import KINDS
 from plants import PLANTS
+
+from eagle3lib.diagnose.causes import causes_of
+from eagle3lib.diagnose.evidence import collect
+from eagle3lib.diagnose.material import read_material
 
 BY_ID = {f.id: f for f in FAULTS}
 SAMPLE = ("F01", "F15", "F29", "F35", "F51", "F57")
@@ -48,3 +53,18 @@ def test_a_healthy_run_has_no_finding_above_note(bench):
 def test_a_planted_fault_is_the_first_finding(bench, fault):
     causes = bench.diagnose([fault])
     assert judged(causes, {BY_ID[fault].cause}) == "right", causes[:3]
+
+
+def test_a_measured_drafter_from_elsewhere_is_not_judged_by_the_runs_training(bench, tmp_path):
+    """Phase 06 with parameter ``drafter``: its export is that folder, its training unknown."""
+    run = bench.plant("elsewhere").folder
+    (run / "05_export_drafter" / "drafter").rename(tmp_path / "drafter")
+    measured = run / "06_benchmark_serving" / "inputs.json"
+    told = json.loads(measured.read_text()) if measured.exists() else {"params": {}}
+    told["params"]["drafter"] = str(tmp_path / "drafter")
+    measured.write_text(json.dumps(told))
+    m = read_material(run, bench.target, bench.states_of, bench.head)
+    assert m.export == tmp_path / "drafter" and m.drafter is not None
+    assert m.training == {} and m.trained == {}
+    found = [c for c in causes_of(collect(m, every_variant=False)) if c.severity != "note"]
+    assert found == [], found
