@@ -9,6 +9,8 @@ from typing import Any
 
 import psutil
 
+from eagle3lib.lab.machine import visible_gpus
+
 
 @dataclass(frozen=True)
 class Holder:
@@ -30,11 +32,14 @@ class Gpu:
 
 
 def gpus() -> list[Gpu]:
-    """All GPUs with who holds their memory; [] without NVML or without a GPU."""
+    """The GPUs that an engine started here would use (``CUDA_VISIBLE_DEVICES``), with who holds
+    their memory; [] without NVML or without a GPU."""
     with _nvml() as nvml:
         if nvml is None:
             return []
-        return [_gpu(nvml, i) for i in range(nvml.nvmlDeviceGetCount())]
+        handles = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
+        uuids = [_text(nvml.nvmlDeviceGetUUID(handle)) for handle in handles]
+        return [_gpu(nvml, i) for i in visible_gpus(uuids)]
 
 
 def gpu_use(pids: set[int]) -> int:
@@ -52,15 +57,19 @@ def gpu_use(pids: set[int]) -> int:
 
 def _gpu(nvml: Any, index: int) -> Gpu:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    name, memory = nvml.nvmlDeviceGetName(handle), nvml.nvmlDeviceGetMemoryInfo(handle)
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     return Gpu(
         index,
-        name.decode() if isinstance(name, bytes) else str(name),
+        _text(nvml.nvmlDeviceGetName(handle)),
         tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle)),
         int(memory.total),
         int(memory.free),
         tuple(_holder(p) for p in _running(nvml, handle)),
     )
+
+
+def _text(value: bytes | str) -> str:
+    return value.decode() if isinstance(value, bytes) else value  # bytes before nvidia-ml-py 12
 
 
 def _running(nvml: Any, handle: Any) -> list[Any]:

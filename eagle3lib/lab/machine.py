@@ -119,10 +119,32 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
+def visible_gpus(uuids: list[str]) -> list[int]:
+    """Which of a machine's GPUs, by their UUIDs in the driver's order, a process started here uses:
+    those that ``CUDA_VISIBLE_DEVICES`` names by number or by the beginning of a UUID, in its order,
+    up to the first that is not there, as CUDA reads it
+    (docs.nvidia.com/cuda/cuda-c-programming-guide, "CUDA Environment Variables"). All of them where
+    it is not set, or names slices of a GPU (MIG), which the driver counts otherwise.
+    """
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is None or named.startswith("MIG-"):
+        return list(range(len(uuids)))
+    chosen: list[int] = []
+    for word in filter(None, (w.strip() for w in named.split(","))):
+        if word.isdecimal():
+            found = [int(word)] if int(word) < len(uuids) else []
+        else:
+            found = [i for i, u in enumerate(uuids) if u.startswith(word)]
+        if len(found) != 1:
+            break
+        chosen += found
+    return chosen
+
+
 def _gpus() -> list[dict[str, Any]]:
     query = [
         "nvidia-smi",
-        "--query-gpu=name,memory.total,memory.free",
+        "--query-gpu=uuid,name,memory.total,memory.free",
         "--format=csv,noheader,nounits",
     ]
     try:
@@ -134,7 +156,8 @@ def _gpus() -> list[dict[str, Any]]:
         for line in done.stdout.strip().split("\n")
         if done.returncode == 0 and line
     ]
+    used = [rows[i][1:] for i in visible_gpus([row[0] for row in rows])]
     return [
         {"name": name, "memory_bytes": int(total) * 2**20, "memory_free_bytes": int(free) * 2**20}
-        for name, total, free in rows
+        for name, total, free in used
     ]

@@ -192,7 +192,10 @@ def _next_steps(folder: Path, phases: list[PhaseLine]) -> list[tuple[str, str]]:
     return [
         share,
         ("write the figures into the model card", f"eagle3 card {run}"),
-        ("upload the drafter under your own account", f"hf upload YOUR_NAME/MODEL {shown_path(drafter)} ."),
+        (
+            "upload the drafter under your own account",
+            f"hf upload YOUR_NAME/MODEL {shown_path(drafter)} .",
+        ),
     ]
 
 

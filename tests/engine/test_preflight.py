@@ -72,6 +72,9 @@ class FakeNvml:
     def nvmlDeviceGetName(self, handle):
         return b"NVIDIA H200"
 
+    def nvmlDeviceGetUUID(self, handle):
+        return f"GPU-{handle}0ab"
+
     def nvmlDeviceGetMemoryInfo(self, handle):
         return SimpleNamespace(total=140 * GIB, free=100 * GIB)
 
@@ -87,6 +90,7 @@ class FakeNvml:
 
 
 def test_gpus_are_read_through_nvml_and_nothing_without_it(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert gpus.gpus() == [] and gpus.gpu_use({os.getpid()}) == 0
     nvml = FakeNvml()
@@ -96,6 +100,10 @@ def test_gpus_are_read_through_nvml_and_nothing_without_it(monkeypatch):
     assert [h.memory_bytes for h in found.holders] == [40 * GIB, None]
     assert "pytest" in found.holders[0].name and found.holders[1].name == "?"
     assert gpus.gpu_use({os.getpid()}) == 55 and gpus.gpu_use({1}) == 0
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert gpus.gpus() == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-0")
+    assert gpus.gpus() == [found]
     nvml.fails = True  # the package is there, the driver is not
     assert gpus.gpus() == []
 

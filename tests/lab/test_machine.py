@@ -3,7 +3,7 @@
 import pytest
 
 from eagle3lib.lab import phase_params
-from eagle3lib.lab.machine import multiplies_in_bfloat16
+from eagle3lib.lab.machine import multiplies_in_bfloat16, visible_gpus
 from eagle3lib.lab.notebooks import parameter_cell
 from eagle3lib.lab.params import BenchmarkParams, GenerateParams, TrainParams
 
@@ -39,3 +39,23 @@ def test_auto_is_settled_where_parameters_are_read(monkeypatch, fast, dtype):
         assert getattr(kind.checked({name: "float32"}, "test"), name) == "float32"
         # A notebook's cell is the same on every machine.
         assert f'{name}: str = "auto"' in parameter_cell(settled)
+
+
+@pytest.mark.parametrize(
+    ("named", "used"),
+    [
+        (None, [0, 1, 2]),
+        ("", []),
+        ("-1", []),
+        ("2,0", [2, 0]),
+        ("1, 7, 0", [1]),  # nothing counts after one that is not there
+        ("GPU-b,GPU-aa", [2, 0]),
+        ("GPU-a", []),  # two begin so
+        ("MIG-a", [0, 1, 2]),
+    ],
+)
+def test_gpus_are_those_that_cuda_is_told(monkeypatch, named, used):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if named is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    assert visible_gpus(["GPU-aa", "GPU-ab", "GPU-bb"]) == used
