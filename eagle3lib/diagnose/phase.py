@@ -23,7 +23,7 @@ from eagle3lib.lab.files import read_json, write_json
 from eagle3lib.lab.finding import Finding
 from eagle3lib.lab.params import DiagnoseParams
 from eagle3lib.lab.run import Phase
-from eagle3lib.measure.arms import OWN, read_requests
+from eagle3lib.measure.arms import OWN, drafter_folder, read_requests
 from eagle3lib.target.folder import Target
 
 Replayed = dict[str, list[ReplayedAnswer]]
@@ -51,7 +51,7 @@ def replay_sets(phase: Phase, target: Target, states_of: StatesOf) -> Replayed:
             name: replay_answers(
                 picked,
                 target,
-                phase.of("05_export_drafter") / "drafter",
+                drafter_folder(phase.folder.parent, OWN),
                 dtype=benchmark["dtype"],
                 steps=benchmark["num_speculative_tokens"],
                 plain=plain_answers(rows),
