@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import asdict
 
 import pytest
 import torch
 
 from eagle3lib.diagnose.material import read_material
+from eagle3lib.diagnose.predictions_run import view_run
 from eagle3lib.drafter.checkpoint import write_drafter
+from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import write_json
-from eagle3lib.measure.arms import OWN, RequestRow
+from eagle3lib.measure.arms import OWN, REFERENCE, RequestRow
 
 
 @pytest.fixture
@@ -48,3 +51,18 @@ def test_it_is_read_for_the_runs_own_and_the_runs_training_is_not(run, tiny_targ
     m = read_material(folder, tiny_target)
     assert m.export == folder / "05_export_drafter" / "drafter"
     assert m.answers and m.training_params["steps"] == 5
+
+
+def test_it_is_viewed_in_a_run_that_exported_none(run, tiny_target):
+    folder, _ = run
+    shutil.rmtree(folder / "05_export_drafter")
+    found = view_run("r", tiny_target, "served")
+    assert (len(found.views), found.of, found.steps) == (2, 2, 3)
+    write_json(folder / "06_benchmark_serving" / "inputs.json", {"params": {}})
+    with pytest.raises(UserError, match="has not finished 05_export_drafter"):
+        view_run("r", tiny_target, "served")
+
+
+def test_an_arm_that_there_is_not_is_said_before_its_answers_are_missed(run, tiny_target):
+    with pytest.raises(UserError, match="has no arm 'reference drafter'"):
+        view_run("r", tiny_target, "served", arm=REFERENCE)
