@@ -52,10 +52,11 @@ def serve_engine(b: Bench, engine: str) -> Told:
         raise UserError("no held-out answer of the target", where=b.work / "answers")
     told: Told = {arm.name: {} for arm in arms}
     rows: list[RequestRow] = []
-    with contextlib.ExitStack() as opened, ThreadPoolExecutor(b.starts_at_once) as pool:
-        for arm in pool.map(lambda arm: _start(b, arm, told[arm.name]), arms):
-            if arm.server:
-                opened.callback(arm.server.stop)
+    with contextlib.ExitStack() as opened:
+        for arm in arms:  # before any starts: a start that dies otherwise leaves no other behind
+            opened.callback(_stop, arm)
+        with ThreadPoolExecutor(b.starts_at_once) as pool:
+            list(pool.map(lambda arm: _start(b, arm, told[arm.name]), arms))
         for arm in arms:
             if arm.server:
                 rows += _ask(b, arm, held, told[arm.name])
@@ -100,6 +101,11 @@ def _start(b: Bench, arm: Arm, told: Told) -> Arm:
     return arm
 
 
+def _stop(arm: Arm) -> None:
+    if arm.server:
+        arm.server.stop()
+
+
 def _ask(b: Bench, arm: Arm, held: list[AnswerRow], told: Told) -> list[RequestRow]:
     assert arm.server is not None
     server = arm.server
@@ -116,6 +122,7 @@ def _ask(b: Bench, arm: Arm, held: list[AnswerRow], told: Told) -> list[RequestR
         _within(min(b.ask_s, b.left_s()), ask)
     except (UserError, OSError) as error:
         told |= failure(error, server.log)
+        server.stop()  # what it still computes would slow the arms that are asked after it
     rows = list(made)  # a late answer must not come into it any more
     seconds = sum(r.duration_s for r in rows)
     if seconds:
@@ -125,7 +132,8 @@ def _ask(b: Bench, arm: Arm, held: list[AnswerRow], told: Told) -> list[RequestR
 
 
 def _within(seconds: float, work: Callable[[], None]) -> None:
-    """Wait for ``work`` so long; beyond it, it ends with the server that it waits for."""
+    """Wait for ``work`` so long; beyond it, it ends with the server that it waits for, which the
+    caller stops."""
     pool = ThreadPoolExecutor(1)
     try:
         pool.submit(work).result(seconds)

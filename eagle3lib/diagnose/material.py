@@ -94,7 +94,8 @@ def _unreadable(error: UserError, question: int) -> Cause:
 def read_material(
     folder: Path, target: Target, states_of: StatesOf | None = None, head: TargetHead | None = None
 ) -> Material:
-    """Read a run's folder. Nothing here runs the target."""
+    """Read a run's folder. Nothing here runs the target. Of a benchmark of a named drafter the
+    run's data and training are left out: it was trained on something else."""
     benchmark_file = folder / "06_benchmark_serving" / "metrics.json"
     benchmark = read_json(benchmark_file) if benchmark_file.exists() else {}
     dtype = benchmark.get("dtype", "float32")
@@ -102,11 +103,11 @@ def read_material(
         target, head or TargetHead(target, dtype), states_of or live_states(target, dtype), dtype,
         benchmark=benchmark,
     )  # fmt: skip
-    _read_data(m, folder)
-    drafter = drafter_folder(folder, OWN)
-    if drafter.is_relative_to(folder):  # one from elsewhere was not trained here
+    own = drafter_folder(folder, OWN)
+    if own == folder / "05_export_drafter" / "drafter":
+        _read_data(m, folder)
         _read_training(m, folder)
-    _read_export(m, drafter)
+    _read_export(m, own)
     place = folder / "06_benchmark_serving"
     m.requests = m.attempt(1, lambda: read_requests(place), [])
     m.servers = _json(place / "servers.json")

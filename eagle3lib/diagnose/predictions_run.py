@@ -77,21 +77,29 @@ def view_run(
 
     Cost an answer: one forward of the target, K drafter steps from every token, and both heads.
     """
-    folder = finished_run(run, "05_export_drafter")
+    folder, its_drafter = finished_run(run), _drafter_of(run, arm)
     items = answers_to_view(run, source, arm)
     picked = items if not most else [items[i * len(items) // most] for i in range(most)]
     picked = list({item.id: item for item in picked}.values())
     steps, dtype = served_as(folder)
     torch.set_num_threads(cores())
     head, states_of = TargetHead(target, dtype), live_states(target, dtype)
-    drafter = read_drafter(
-        drafter_folder(folder, arm), target.config, head.embedding, DTYPES[dtype]
-    )
+    drafter = read_drafter(its_drafter, target.config, head.embedding, DTYPES[dtype])
     views = []
     for item in picked:
         views.append(view_answer(item, drafter, head, states_of, steps))
         on_answer(1)
     return RunViews(views, len(items), steps, dtype, drafter.config.slots, source)
+
+
+def _drafter_of(run: str, arm: str) -> Path:
+    """The folder of an arm's drafter, the phase that it comes with finished: a run that names its
+    drafter has no export."""
+    folder = finished_run(run)
+    found, export = drafter_folder(folder, arm), "05_export_drafter"
+    is_own = found.is_relative_to(folder / export)
+    finished_run(run, export if is_own else "06_benchmark_serving")
+    return found
 
 
 def served_as(folder: Path) -> tuple[int, str]:

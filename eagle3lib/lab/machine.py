@@ -40,10 +40,12 @@ def free_cores(sample_s: float = 0.5) -> int:
 _BFLOAT16_FLAGS = {"avx512f", "avx512_bf16", "amx_bf16", "bf16"}
 
 
-def multiplies_in_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+def multiplies_in_bfloat16(
+    cpuinfo: Path = Path("/proc/cpuinfo"), gpus: Path = Path("/dev/nvidiactl")
+) -> bool:
     """Whether bfloat16 is the fast type here: on an NVIDIA GPU, and on a CPU with instructions for
     it. With AVX2 alone vLLM and torch emulate it, several times slower than float32."""
-    if Path("/dev/nvidiactl").exists() or not cpuinfo.exists():
+    if gpus.exists() or not cpuinfo.exists():
         return True
     for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
         name, _, flags = line.partition(":")

@@ -298,7 +298,9 @@ class ExportParams(PhaseParams):
     FREE: ClassVar[tuple[str, ...]] = ("max_logit_difference", "ask_engines")
     UPSTREAM: ClassVar[tuple[str, ...]] = ("04_train_drafter",)
 
-    dtype: Dtype = Field("bfloat16", description="bfloat16 or float32, of the exported weights")
+    dtype: Dtype = Field(
+        "bfloat16", description="bfloat16, float32 or auto, of the exported weights"
+    )
     max_logit_difference: float = Field(
         0.0, ge=0, description="largest difference in logits after the reload, same dtype"
     )

@@ -7,10 +7,9 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from eagle3lib.measure.arms import OWN, PLAIN, REFERENCE
-from eagle3lib.report.style import BLUE, GREEN, GREY, ORANGE, styled
+from eagle3lib.measure.arms import OWN, PLAIN
+from eagle3lib.report.style import ARM_COLOURS, BLUE, GREEN, GREY, ORANGE, styled
 
-_COLOURS = {PLAIN: GREY, REFERENCE: BLUE, OWN: GREEN}
 _LENGTH, _COST, _EVEN = BLUE, ORANGE, GREY
 _DASHES = {"vllm": "solid", "sglang": "dash"}
 
@@ -34,7 +33,7 @@ def load_curves(metrics: dict[str, Any], set_name: str = "workload") -> go.Figur
             y=[p["throughput_tokens_per_s"] for p in mine],
             name=name,
             mode="lines+markers",
-            line={"color": _COLOURS[arm], "dash": _DASHES[engine]},
+            line={"color": ARM_COLOURS[arm], "dash": _DASHES[engine]},
             hovertemplate="%{x} in flight: %{y:.1f} tok/s<extra>" + name + "</extra>",
         )
     figure.update_xaxes(type="log", dtick="L1" if len(_loads(lines)) < 2 else None)
@@ -90,7 +89,7 @@ def arrival_bars(metrics: dict[str, Any], set_name: str = "workload") -> go.Figu
         figure.add_bar(
             x=[line["arm"] for line in known],
             y=p50,
-            marker_color=[_COLOURS[line["arm"]] for line in known],
+            marker_color=[ARM_COLOURS[line["arm"]] for line in known],
             error_y={
                 "type": "data",
                 "array": [b - a for a, b in zip(p50, p99, strict=True)],
@@ -119,7 +118,7 @@ def along_curves(metrics: dict[str, Any], along: str, set_name: str = "workload"
     series = (
         ("acceptance length", _LENGTH, lambda p: p["acceptance"]["acceptance_length"]),
         ("cost of a round, plain steps", _COST, lambda p: p["round_cost"]),
-        ("speed-up", _COLOURS[OWN], lambda p: (p["speedup"] or {}).get("value")),
+        ("speed-up", ARM_COLOURS[OWN], lambda p: (p["speedup"] or {}).get("value")),
     )
     for engine in dict.fromkeys(p["engine"] for p in metrics["points"]):
         mine = [

@@ -70,6 +70,8 @@ def write_figures(run: str, folder: Path, format: str) -> list[Path]:
             next="pip install kaleido, and install chromium",
         ) from None
     figures = page_figures(run)
+    if not figures:  # no browser is started, or missed, for nothing
+        return []
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{name}.{format}" for name in figures]
     try:  # all at once: the browser starts once

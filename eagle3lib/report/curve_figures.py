@@ -182,12 +182,7 @@ def expected_speedups(
     """The surface over K and concurrency, or the curve over K where one concurrency was measured;
     measured points stand on it."""
     if model is None or not counts.per_step:
-        why = (
-            "none was measured on five prompts or more"
-            if model is None
-            else "the engine told no steps"
-        )
-        return nothing_drawn(f"No expected speed-up: {why}")
+        return nothing_drawn(f"No expected speed-up: {_why_none(model)}")
     most_steps = max([most_steps, *(p["num_speculative_tokens"] for p in points)])
     steps = list(range(1, most_steps + 1))
     if model.crowd is None:
@@ -227,7 +222,9 @@ def speedups_over_load(
 ) -> go.Figure:
     """Expected speed-up over the requests in flight up to ``most``, with the measured ones. A
     slider chooses K; the largest measured one is drawn first."""
-    if model is None or model.crowd is None or not counts.per_step:
+    if model is None or not counts.per_step:
+        return nothing_drawn(f"No speed-up over the load: {_why_none(model)}")
+    if model.crowd is None:
         return nothing_drawn("No speed-up over the load: one concurrency was measured")
     shown = max(p["num_speculative_tokens"] for p in points)
     steps = list(range(1, max(most_steps, shown) + 1))
@@ -301,6 +298,12 @@ def _curve(
     figure.update_xaxes(dtick=1).update_yaxes(rangemode="tozero")
     title = f"Expected speed-up at {model.concurrency} in flight, the only one measured"
     return styled(figure, title, "drafted per round (K)", "times as fast")
+
+
+def _why_none(model: CostModel | None) -> str:
+    if model is None:
+        return "none was measured on five prompts or more"
+    return "the engine told no steps"
 
 
 def _measured(point: Line) -> str:

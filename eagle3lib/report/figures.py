@@ -9,13 +9,11 @@ from typing import Any
 import plotly.graph_objects as go
 from IPython.display import display
 
-from eagle3lib.measure.arms import OWN, PLAIN, REFERENCE
 from eagle3lib.report.style import (
+    ARM_COLOURS,
     BASELINE,
     BLUE,
     ENGINE,
-    GREEN,
-    GREY,
     ORANGE,
     PURPLE,
     SET_COLOURS,
@@ -23,7 +21,6 @@ from eagle3lib.report.style import (
     styled,
 )
 
-_ARM_COLOURS = {PLAIN: GREY, OWN: BLUE, REFERENCE: GREEN}  # whichever arms there are
 _PLOTLY_MIME = "application/vnd.plotly.v1+json"
 
 
@@ -69,15 +66,20 @@ def arms_bars(metrics: dict[str, Any]) -> go.Figure:
             x=[line["set"] for line in lines],
             y=speeds,
             name=arm,
-            marker_color=_ARM_COLOURS.get(arm, PURPLE),
+            marker_color=ARM_COLOURS.get(arm, PURPLE),
             text=[f"{s:.1f}" for s in speeds],
             textposition="inside",
             insidetextanchor="middle",
             error_y={"type": "data", "array": up, "arrayminus": down},
         )
-    return styled(
-        figure, "Speed of the arms (one request at a time)", "prompt set", "tokens per second"
-    )
+    title = f"Speed of the arms ({load_words(metrics)})"
+    return styled(figure, title, "prompt set", "tokens per second, one reader")
+
+
+def load_words(metrics: dict[str, Any]) -> str:
+    """How many requests of the headline were in flight; benchmarks of before told none: one."""
+    load = metrics.get("concurrency", 1)
+    return "one request at a time" if load == 1 else f"{load} requests in flight"
 
 
 def training_curves(rows: list[dict[str, Any]]) -> go.Figure:

@@ -24,7 +24,7 @@ from eagle3lib.measure.profile import FOLDER as PROFILE
 from eagle3lib.measure.profile import drafter_fingerprint, read_profile
 from eagle3lib.measure.summary import check_benchmark, interval_text
 from eagle3lib.report.campaign import duration_text, now_text, read_campaign, size_text
-from eagle3lib.report.figures import acceptance_per_step, arms_bars, heldout_curves
+from eagle3lib.report.figures import acceptance_per_step, arms_bars, heldout_curves, load_words
 from eagle3lib.report.html import page_template, render_notebook, render_run
 from eagle3lib.report.profile_figures import profile_bars
 
@@ -227,6 +227,7 @@ def describe_figure(figure: go.Figure) -> str:
 
 _FILTERS = {
     "interval": interval_text,
+    "load": load_words,
     "size": lambda count: "" if count is None else size_text(count),
     "duration": lambda seconds: "" if seconds is None else duration_text(seconds),
 }

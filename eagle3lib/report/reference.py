@@ -70,8 +70,9 @@ def _parameters(model: type[BaseModel]) -> str:
     rows = []
     for name, info in model.model_fields.items():
         note = "free" if name in free else "grows" if name in growing else ""
-        # A validator is code, no limit to be read.
-        limits = ", ".join(_limit(r) for r in info.metadata if not hasattr(r, "func"))
+        # A validator is code, shown with its address in memory: what it takes stands in the help.
+        rules = [rule for rule in info.metadata if not isinstance(rule, BeforeValidator)]
+        limits = ", ".join(map(_limit, rules))
         row = (f"`{name}`", _type(info.annotation), _code(info.default), limits, note)
         rows.append((*row, info.description or ""))
     return _table(("parameter", "type", "default", "limits", "", "what it is"), rows)
@@ -80,8 +81,7 @@ def _parameters(model: type[BaseModel]) -> str:
 def _limit(rule: Any) -> str:
     signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
     found = [f"{sign} {getattr(rule, n):g}" for n, sign in signs.items() if hasattr(rule, n)]
-    # A validator is code, shown with its address in memory: what it takes stands in the help.
-    return found[0] if found else "" if isinstance(rule, BeforeValidator) else str(rule)
+    return found[0] if found else str(rule)
 
 
 def artefacts_page() -> str:

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import plotly.graph_objects as go
 
+from eagle3lib.measure.arms import OWN, PLAIN, REFERENCE
+
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#6e6e6e"
 SKY, VERMILION, PALE, YELLOW = "#56B4E9", "#D55E00", "#c9c9c9", "#F0E442"
 ENGINE, SIMULATOR, BASELINE, PLAIN_ARM = BLUE, ORANGE, GREY, GREY
 PARTS = (BLUE, PALE, GREEN, ORANGE, PURPLE, SKY, VERMILION, YELLOW)
 SET_COLOURS = {"workload": BLUE, "general": GREEN}
+ARM_COLOURS = {PLAIN: GREY, REFERENCE: BLUE, OWN: GREEN}  # whichever arms there are
 # For many names: below the figure there is room for them.
 LEGEND_BELOW = {"y": -0.2, "yanchor": "top", "x": 0, "xanchor": "left"}
 LEAST_LABELLED = 0.04  # share below which a part has no room for its number

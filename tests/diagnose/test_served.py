@@ -4,7 +4,6 @@ engine started them."""
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -94,20 +93,30 @@ def test_rounds_are_compared_where_the_engine_started_them():
 
 
 def test_late_draft_steps_leave_the_first_draft_alone(base, answered):
-    """The record of an engine whose steps after the second are none's: by two drafts it is the late
-    positions', by all three nobody's."""
     (late,) = (v for v in engine_variants(10) if v.label == "draft steps one position late")
-    drafts = drafts_of(late.apply(base), answered)
-    for d in drafts:
-        d[:, 2] = d[:, 2].roll(1)
-    recorded = [
-        replace(a, accepted=r.accepted, drafted=[3] * len(r.accepted))
-        for a, r in zip(answered, replays(drafts, answered, 3), strict=True)
-    ]
-    plain, found = outcomes(base, [late], recorded)
-    assert plain.up_to[0] == found.up_to[0] and plain.up_to[0][0] == plain.up_to[0][1]
-    assert found.up_to[1][0] == found.up_to[1][1]
-    assert explained_up_to([plain, found], 10**6) is None
+    plain, found = (torch.cat(drafts_of(s, answered)) for s in (base, late.apply(base)))
+    assert torch.equal(plain[:, 0], found[:, 0]) and not torch.equal(plain[:, 1], found[:, 1])
+
+
+def test_a_fault_is_explained_by_the_drafts_that_are_the_variants(base, monkeypatch):
+    """The drafter as exported is right at the first draft, the variant at all three, the engine at
+    two: by two drafts it is the variant, by all three it is neither."""
+    answer = torch.arange(100, 160)
+    right = answer[1:, None] + torch.arange(3)
+    none = torch.full_like(right, -1)
+
+    def drafts(setting, answers):
+        return [right if setting.chain else torch.cat([right[:, :1], none[:, 1:]], 1)]
+
+    monkeypatch.setattr("eagle3lib.diagnose.outcomes.drafts_of", drafts)
+    ids = torch.cat([torch.tensor([1, 2]), answer])
+    recorded = Answered("x", "workload", ids, 2, torch.empty(62, 0, 1), (), [2] * 18, [3] * 18)
+    (late,) = (v for v in engine_variants(10) if v.label == "draft steps one position late")
+    plain, found = outcomes(base, [late], [recorded])
+    assert plain.up_to == ((18, 18), (0, 18)) and found.up_to == ((18, 18), (18, 18))
+    assert plain.rounds_equal == found.rounds_equal == 0
+    assert explained_up_to([plain, found], 18) == 2
+    assert explained_up_to([plain, found], 19) is None
 
 
 def test_a_record_beyond_the_answer_is_unequal():

@@ -77,6 +77,12 @@ def test_figures_of_an_earlier_drafter_are_not(run_folder):
     assert "not served yet" in rewrite_card("r").read_text()
 
 
+def test_figures_of_a_drafter_that_was_named_in_its_place_are_not(run_folder):
+    manifest = run_folder / "06_benchmark_serving" / "manifest.json"
+    manifest.write_text(json.dumps({"inputs": {"upstream": {"01_generate_data": "x"}}}))
+    assert "not served yet" in rewrite_card("r").read_text()
+
+
 def test_a_run_without_an_export_is_named(run_folder):
     with pytest.raises(UserError, match="no exported drafter"):
         rewrite_card("nosuch")

@@ -19,10 +19,11 @@ from eagle3lib.lab.params import BenchmarkParams, GenerateParams, TrainParams
         ("nothing known\n", True),
     ],
 )
-def test_bfloat16_needs_instructions(tmp_path, monkeypatch, text, fast):
+def test_bfloat16_needs_instructions_or_a_gpu(tmp_path, text, fast):
     (tmp_path / "cpuinfo").write_text(text)
-    assert multiplies_in_bfloat16(tmp_path / "cpuinfo") == fast
-    assert multiplies_in_bfloat16(tmp_path / "none")
+    assert multiplies_in_bfloat16(tmp_path / "cpuinfo", tmp_path / "no-gpu") == fast
+    assert multiplies_in_bfloat16(tmp_path / "none", tmp_path / "no-gpu")
+    assert multiplies_in_bfloat16(tmp_path / "cpuinfo", tmp_path)
 
 
 @pytest.mark.parametrize(("fast", "dtype"), [(True, "bfloat16"), (False, "float32")])

@@ -166,5 +166,7 @@ def test_one_number_stands_for_a_list_of_one():
     """``eagle3 run demo 06 concurrency=8``: YAML reads a number."""
     told = BenchmarkParams.checked({"concurrency": 8, "temperatures": 0.7}, "the command line")
     assert (told.concurrency, told.temperatures) == ("8", "0.7")
+    long = BenchmarkParams.checked({"context_tokens": 1048576}, "the command line")
+    assert long.context_tokens == "1048576"
     with pytest.raises(UserError, match="concurrency"):
         BenchmarkParams.checked({"concurrency": True}, "the command line")

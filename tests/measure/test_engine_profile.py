@@ -213,6 +213,14 @@ def test_a_mistake_is_one_message_and_starts_nothing(eagle3, engines, tiny_targe
     assert not engines.configs
 
 
+def test_a_run_is_profiled_with_its_own_target_alone(eagle3, engines, tiny_target):
+    phase = begin(PHASES["00_plan"](run="r", target="org/other"), "0123456789abcdef")
+    phase.finish({})
+    code, shown = eagle3(str(tiny_target.folder), "--run", "r", "--no-preflight")
+    assert code == 2 and "belongs to target 'org/other'" in shown
+    assert "eagle3 profile org/other --run r" in shown and not engines.configs
+
+
 @pytest.mark.engine
 @pytest.mark.long
 def test_vllm_on_the_cpu_is_profiled_alone_and_with_a_drafter(tmp_path, monkeypatch, capsys):

@@ -62,11 +62,11 @@ def lab(tiny_run, tmp_path_factory):
         "JUPYTERLAB_WORKSPACES_DIR": str(place / "workspaces"),
         "EAGLE3_OUTPUTS": str(place / "outputs"), "PYTHONPATH": str(ROOT),
     }  # fmt: skip
-    log = (place / "lab.log").open("wb")
     make = ["make", "-o", "setup", "lab", f"VENV={Path(sys.prefix)}"]
-    server = subprocess.Popen(
-        make, cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True
-    )
+    with (place / "lab.log").open("wb") as log:
+        server = subprocess.Popen(
+            make, cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True
+        )
     try:
         _wait_until_it_listens(server, port, place / "lab.log")
         yield f"http://127.0.0.1:{port}"

@@ -12,7 +12,7 @@ from eagle3lib.lab.params import PHASES
 from eagle3lib.measure.arms import OWN, PLAIN, read_requests
 from eagle3lib.target.folder import open_target
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
 @pytest.mark.parametrize("phase", list(PHASES))

@@ -10,8 +10,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "measure"))
 from test_result import streamed
 
-from eagle3lib.lab.params import BenchmarkParams
-from eagle3lib.measure.arms import OWN, PLAIN
+from eagle3lib.lab.files import write_json
+from eagle3lib.lab.params import PHASES, BenchmarkParams
+from eagle3lib.lab.run import begin
+from eagle3lib.measure.arms import OWN, PLAIN, REFERENCE
 from eagle3lib.measure.points import points_of
 from eagle3lib.measure.summary import arms_table, points_table, summarise
 from eagle3lib.report.benchmark_figures import (
@@ -21,6 +23,7 @@ from eagle3lib.report.benchmark_figures import (
     sweep_curves,
 )
 from eagle3lib.report.figures import arms_bars
+from eagle3lib.report.page import build_page
 from eagle3lib.report.tables import acceptance_table, facts_table
 
 DEMO = BenchmarkParams(repeats=1)
@@ -77,3 +80,33 @@ def test_context_and_temperature_have_a_curve_where_they_are_swept():
 def test_where_it_pays_has_a_panel_a_load():
     figure = pays_curves(metrics_of(SWEEP))
     assert [a.text for a in figure.layout.annotations] == ["1 in flight", "8 in flight"]
+
+
+def test_an_arm_has_one_colour_in_every_figure():
+    """The reference's blue and our green had changed places between two figures of phase 06."""
+    metrics = metrics_of(DEMO)
+    metrics["arms"] += [line | {"arm": REFERENCE} for line in metrics["arms"] if line["arm"] == OWN]
+    bars = {trace.name: trace.marker.color for trace in arms_bars(metrics).data}
+    first, _ = arrival_bars(metrics).data
+    assert bars == dict(zip(first.x, first.marker.color, strict=True)) and len(bars) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [({}, "greedy, one request at a time"),
+     ({"concurrency": "8", "temperatures": "0.7"}, "temperature 0.7, 8 requests in flight")],
+)  # fmt: skip
+def test_the_page_tells_the_headlines_load_and_temperature(changes, told, tmp_path, monkeypatch):
+    monkeypatch.setenv("EAGLE3_OUTPUTS", str(tmp_path))
+    metrics = metrics_of(BenchmarkParams(repeats=1, **changes))
+    phase = begin(PHASES["00_plan"](run="r"), "0123456789abcdef")
+    phase.finish({})
+    place = phase.of(BenchmarkParams.PHASE)
+    inputs = {"params": {}, "upstream": {}}
+    write_json(place / "inputs.json", inputs)
+    write_json(place / "metrics.json", metrics)
+    write_json(place / "manifest.json", {"inputs": inputs, "artefacts": {}, "fingerprint": "",
+                                         "finished": "2026-11-30", "duration_s": 1})  # fmt: skip
+    page = build_page("r").read_text(encoding="utf-8")
+    assert f"K = 3, {told}, vllm" in page
+    assert told.split(", ")[1] in arms_bars(metrics).layout.title.text

@@ -204,6 +204,13 @@ def test_a_browser_that_is_not_there_is_named(tmp_path, monkeypatch):
     assert "BROWSER_PATH" in str(raised.value)
 
 
+def test_a_run_without_figures_starts_no_browser(tmp_path, monkeypatch):
+    make("00_plan")
+    monkeypatch.setitem(sys.modules, "kaleido", object())
+    monkeypatch.setattr("plotly.io.write_images", lambda *_, **__: pytest.fail("a browser"))
+    assert write_figures("r", tmp_path, "png") == []
+
+
 def test_a_figure_is_told_in_words():
     figure = go.Figure(go.Scatter(x=[1, 2, 3], y=[0.5, 9, 0.25], name="served"))
     figure.update_layout(title="Acceptance", yaxis_title="share")

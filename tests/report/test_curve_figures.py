@@ -52,6 +52,12 @@ def test_the_slider_shows_one_k_and_what_was_measured_with_it():
     one = [point(3, 4)]
     none = figures.speedups_over_load(fit_cost(one, 0.1), COUNTS, one, 5, 16)
     assert not none.data and "one concurrency was measured" in none.layout.title.text
+    for model, counts, why in (
+        (None, COUNTS, "none was measured on five prompts"),
+        (fit_cost(points, 0.1), Counts(), "the engine told no steps"),
+    ):
+        none = figures.speedups_over_load(model, counts, points if model else [], 5, 16)
+        assert not none.data and why in none.layout.title.text
 
 
 def test_one_concurrency_is_a_curve_and_none_a_reason():

@@ -205,11 +205,37 @@ def test_an_arm_that_stops_answering_keeps_what_it_answered(tmp_path, monkeypatc
     monkeypatch.setattr(kimi_serve, "Asker", Asking)
     log = tmp_path / "vllm-alone.log"
     log.write_text("ready\n")
-    arm, told = Arm("vllm", None, SimpleNamespace(log=log)), {}
+    server = SimpleNamespace(log=log, stop=lambda: silent.set())
+    arm, told = Arm("vllm", None, server), {}
     made = _ask(Bench(tmp_path, ask_s=0.3), arm, [None] * 5, told)
-    silent.set()
+    assert silent.is_set(), "its server would compute beside the next arm's"
     assert len(made) == told["answers"] == 2 and told["tokens_per_s"] == 4.0
     assert "not answered within" in told["failed"] and told["log_end"] == "ready\n"
+
+
+def test_no_server_is_left_where_a_start_dies_of_something_unforeseen(tmp_path, monkeypatch):
+    up = []
+
+    class Server(SimpleNamespace):
+        def start(self):
+            if self.name == "vllm-llama":
+                raise RuntimeError("a bug")
+            up.append(self.name)
+            return self
+
+        def stop(self):
+            up.remove(self.name)
+
+    monkeypatch.setattr(kimi_serve, "server_of", lambda b, name, *_: Server(
+        name=name, version="9", ready_after_s=1.0, attempts=[]))  # fmt: skip
+    row = SimpleNamespace(split="heldout")
+    monkeypatch.setattr(kimi_serve, "read_answers", lambda folder: [row])
+    b = Bench(tmp_path)
+    for kind in ("llama", "mla"):
+        b.drafter_folder(kind).mkdir()
+    with pytest.raises(RuntimeError, match="a bug"):
+        serve_engine(b, "vllm")
+    assert up == []
 
 
 @pytest.fixture(scope="module")
