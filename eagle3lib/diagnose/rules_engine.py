@@ -168,7 +168,8 @@ def _drift(e: Evidence, plain: Outcome) -> Cause | None:
     assert e.material.drafter is not None and e.material.steps
     base = Setting(e.material.drafter, e.material.drafter.config.slots, e.material.steps)
     drafts = drafts_of(base, e.answered)
-    pairs = [rounds_equal(d, a) for d, a in zip(drafts, e.answered, strict=True)]
+    told = [(d, a) for d, a in zip(drafts, e.answered, strict=True) if a.accepted]
+    pairs = [rounds_equal(d, a) for d, a in told]
     half = max(1, len(pairs) // 2)
     early, late = _share(pairs[:half]), _share(pairs[half:])
     if len(pairs) < 6 or early < 0.97 or late > 0.9:

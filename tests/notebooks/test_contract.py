@@ -82,6 +82,16 @@ def test_cells_are_few_short_and_call_the_library(path):
     assert any("assert " in c.source for c in cells), "a notebook checks what it made"
 
 
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_a_cell_may_be_run_again(path):
+    """No cell gives a parameter's name another value: run twice, the setup cell would read it."""
+    names = set(type(values_of(path)).model_fields)
+    for cell in code_cells(path):
+        if "parameters" not in cell.metadata.get("tags", []):
+            stored = (n for n in ast.walk(ast.parse(cell.source)) if isinstance(n, ast.Name))
+            assert not {n.id for n in stored if isinstance(n.ctx, ast.Store)} & names, cell.source
+
+
 @pytest.mark.parametrize("path", PHASE_FILES, ids=lambda p: p.stem)
 def test_it_shows_its_parameters_and_ends_with_what_to_look_at_next(path):
     cells = nbformat.read(path, as_version=4).cells
