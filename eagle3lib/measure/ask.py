@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 import zlib
 from dataclasses import asdict, dataclass, field, replace
@@ -66,6 +67,7 @@ class Asker:
     texts: list[tuple[str, int]] = field(default_factory=list)
     _renderer: TargetRenderer | None = None
     _clients: dict[str, Client] = field(default_factory=dict)
+    _clients_lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         if self.engine == "sglang":  # its chat API tells no ids
@@ -111,15 +113,19 @@ class Asker:
         return streamed
 
     def _whole(self, server: EngineServer, asked: Asked, options: dict[str, Any]) -> Streamed:
-        client = self._clients.setdefault(
-            server.url, Client(server.url, retries=0, renderer=self._renderer)
-        )
         told: dict[str, Any] = {"tools": asked.tools, "thinking": asked.thinking} | options
         try:
-            answer = client.chat(asked.messages, **told)
+            answer = self._client(server.url).chat(asked.messages, **told)
         except openai.OpenAIError as error:
             raise BadReply(f"the server at {server.url} failed: {error!r}"[:300]) from None
         return Streamed(answer, [], [], answer.counts)
+
+    def _client(self, url: str) -> Client:
+        """One a server: to make one takes some 40 ms of CPU, which no request may wait for."""
+        with self._clients_lock:
+            if url not in self._clients:
+                self._clients[url] = Client(url, retries=0, renderer=self._renderer)
+            return self._clients[url]
 
     def row(
         self,

@@ -18,7 +18,7 @@ from eagle3lib.engine.failures import DIED, MUTE, Failure
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import read_json
 from eagle3lib.lab.params import BenchmarkParams
-from eagle3lib.measure import serve_arms
+from eagle3lib.measure import ask, serve_arms
 from eagle3lib.measure.arms import (
     OWN,
     PLAIN,
@@ -197,6 +197,21 @@ def test_of_many_at_once_about_eight_are_read_as_streams(run, tmp_path):
     assert streamed == pytest.approx(10_000 * 8 / 256, rel=0.25)
     metrics = summarise(rows, change(concurrency="32"), read_json(tmp_path / "counters.json"))
     assert metrics["arms"][0]["first_token_s"] and metrics["arms"][1]["throughput_tokens_per_s"]
+
+
+def test_whole_answers_come_through_one_client_a_server(run, monkeypatch):
+    """To make a client takes some 40 ms of CPU: one a request would be what is measured."""
+    made = []
+
+    class Counted(ask.Client):
+        def __init__(self, url, **options):
+            made.append(url) if "retries" in options else None
+            super().__init__(url, **options)
+
+    monkeypatch.setattr(ask, "Client", Counted)
+    rows = run(change(concurrency="32"))
+    assert sum(not r.chunk_s for r in rows) > 2
+    assert len(made) == len(set(made)) == 2
 
 
 def test_half_a_block_is_asked_again_as_a_whole(run, tmp_path):
