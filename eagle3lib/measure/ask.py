@@ -82,8 +82,8 @@ class Asker:
         max_tokens: int,
         seed: int | None = None,
     ) -> Streamed:
-        """One request, streamed; of more than eight at once about eight are, the others come whole
-        (no ``chunk_s``). Raises ``BadReply``.
+        """One request, streamed; of more than eight at once up to about eight are, the others come
+        whole (no ``chunk_s``). Raises ``BadReply``.
 
         Tools and thinking as when the answer was made: other prompt tokens are another workload.
         """
@@ -171,4 +171,4 @@ class Asker:
 
 def is_streamed(prompt: str, concurrency: int) -> bool:
     """Whether a request is read as a stream, the same for every arm and repeat."""
-    return zlib.crc32(prompt.encode()) % max(1, concurrency // _MOST_STREAMS) == 0
+    return zlib.crc32(prompt.encode()) % -(-concurrency // _MOST_STREAMS) == 0
