@@ -139,7 +139,7 @@ def test_only_what_it_can_ask_is_asked():
 
 
 PROMPTS = [prompt(f"p{i}") for i in range(6)]
-CFG = BenchmarkParams(repeats=1)
+CFG = BenchmarkParams(repeats=1, bench_serve=True)
 OTHERS = RoundCounts(60, 120, 180, [60, 60, 0], "vllm bench serve")
 
 
@@ -217,6 +217,15 @@ def test_an_impossible_speed_up_is_an_error_whoever_measured_it():
     """Three tokens a round can't be four times as fast."""
     codes = found(told(1.0), told(0.25, 2), ours=1.2)
     assert ("impossible-speedup", "error") in codes
+
+
+def test_without_the_parameter_what_was_asked_before_is_passed_over():
+    """``bench_serve=false`` is the remedy of its errors: they must end with it."""
+    rows, _ = measured(told(1.0), told(0.8, 2))
+    lines = [outside_line(PLAIN, Point(), PROMPTS, told(1.0, prompt_tokens=40))]
+    assert check_outside(summarise(rows, CFG, {}, outside=lines)["outside"]) != []
+    without = CFG.model_copy(update={"bench_serve": False})
+    assert summarise(rows, without, {}, outside=lines)["outside"] == []
 
 
 def test_a_line_of_another_point_is_passed_over():
