@@ -92,6 +92,8 @@ def run_arms(
     engines were measured; what was measured stays.
     """
     points = points_of(cfg)
+    if cfg.bench_serve:
+        outside_prompts(prompts)  # that there is none must be said now, not when all is measured
     known = [*read_requests(phase.folder), *read_sweeps(phase.folder)]
     book = _Book(phase.folder, points[0], {row.key: row for row in known})
     total = len(points) * len(arms) * len(prompts) * cfg.repeats

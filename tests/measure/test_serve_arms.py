@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import sys
 import threading
 from typing import ClassVar
 
@@ -292,6 +293,18 @@ def test_a_second_opinion_is_asked_of_every_server_once_and_can_be_added_later(
     assert [(t["arm"], t["client"]) for t in told[1::2]] == [
         (PLAIN, "vllm bench serve"), (OWN, "vllm bench serve")
     ]  # fmt: skip
+
+
+def test_prompts_that_allow_no_second_opinion_are_told_before_anything_is_measured(
+    run, monkeypatch
+):
+    two = [{"role": "system", "content": "S"}, *PROMPTS[0].messages]
+    monkeypatch.setattr(
+        sys.modules[__name__], "PROMPTS", [dataclasses.replace(p, messages=two) for p in PROMPTS]
+    )
+    with pytest.raises(UserError, match="no prompt of the workload"):
+        run(change(bench_serve=True))
+    assert FakeServer.started == []
 
 
 def test_rows_are_plain_values():
