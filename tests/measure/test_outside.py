@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from dataclasses import asdict, replace
 
@@ -111,6 +112,24 @@ def test_a_command_that_fails_says_its_last_words(stub, body):
     config = stub(body)
     with pytest.raises(UserError, match=r"no such flag(?s:.)*bench_serve=false"):
         bench_serve(["a"], "http://127.0.0.1:1", config, tokens=4, concurrency=1)
+
+
+def test_its_deadline_grows_with_what_is_asked(stub, monkeypatch):
+    """Half an hour for everything would end any long benchmark at its last step."""
+    config, given = stub(""), []
+
+    def run(argv, timeout, **_):
+        given.append(timeout)
+        raise subprocess.TimeoutExpired(argv, timeout)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    for prompts, tokens, concurrency in ((16, 96, 1), (200, 4096, 1), (200, 4096, 8)):
+        with pytest.raises(
+            UserError, match=f"no end .deadline {600 + tokens * prompts // concurrency} s"
+        ):
+            bench_serve(["a"] * prompts, "http://127.0.0.1:1", config, tokens=tokens,
+                        concurrency=concurrency)  # fmt: skip
+    assert given[1] > 8 * 3600 and given[1] > 7 * given[2]
 
 
 def prompt(name, **values):

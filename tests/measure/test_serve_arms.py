@@ -269,6 +269,16 @@ def test_a_server_that_stops_making_tokens_ends_the_benchmark(run, monkeypatch):
         run()
 
 
+def test_a_server_that_hangs_under_a_second_opinion_ends_it_too(run, monkeypatch):
+    monkeypatch.setattr(serve_arms, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(serve_arms, "STALL_S", 0.2)
+    ended = threading.Event()
+    monkeypatch.setattr(serve_arms, "bench_serve", lambda *_, **__: ended.wait(30))
+    with pytest.raises(UserError, match="makes no tokens"):
+        run(change(bench_serve=True))
+    ended.set()
+
+
 def test_a_second_opinion_is_asked_of_every_server_once_and_can_be_added_later(
     run, tmp_path, monkeypatch
 ):
