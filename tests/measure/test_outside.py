@@ -207,6 +207,22 @@ def test_both_clients_stand_beside_each_other_in_one_schema():
     assert [list(bar.y) for bar in figure.data] == [[4.0, 4.8], [4.0, 5.0]]
 
 
+def test_under_load_prompts_that_it_can_not_ask_take_nothing_from_our_speed():
+    """Two in flight, each 1 s: six prompts of both clients, six of ours alone, in 6 s."""
+    point = Point(concurrency=2)
+    rows = [
+        replace(request(PLAIN, name), concurrency=2, started_s=float(i))
+        for i in range(6)
+        for name in (f"p{i}", f"of two turns {i}")
+    ]
+    theirs = replace(told(1.0), seconds=3.0)
+    line = json.loads(json.dumps(outside_line(PLAIN, point, PROMPTS, theirs)))
+    found = outside_results([line], rows, point, 3.6)
+    assert [r["throughput_tokens_per_s"] for r in found] == [8.0, 8.0]
+    assert [r["cost_per_million_tokens"] for r in found] == [125.0, 125.0]
+    assert check_outside(found) == [] and found[0]["tokens"] == 24
+
+
 def test_without_it_nothing_is_shown_or_found():
     rows, metrics = measured(told(1.0), told(0.8, 2))
     metrics["outside"] = []
