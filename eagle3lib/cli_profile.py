@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from eagle3lib.engine.config import EngineConfig
     from eagle3lib.engine.settings import ServeParams
     from eagle3lib.measure.profile import Load
+    from eagle3lib.target.folder import Target
 
 _PROMPTS = Path("params/prompts/general.jsonl")
 
@@ -120,8 +121,25 @@ def _config(
     params = ServeParams.checked(values)
     if params.host != ServeParams.model_fields["host"].default:
         raise UserError("host is not for a profile", expected="a server that only we ask")
-    config = params.config(open_target(target).folder, flags)
+    opened = open_target(target)
+    if run:
+        _check_target(run, opened)
+    config = params.config(opened.folder, flags)
     return config, Path(named[0]) if named else None, params
+
+
+def _check_target(run: str, opened: Target) -> None:
+    from eagle3lib.lab.files import read_json
+    from eagle3lib.lab.run import run_folder
+
+    bound = read_json(run_folder(run) / "manifest.json")["target"]
+    if bound["fingerprint"] != opened.fingerprint:
+        raise UserError(
+            f"run {run!r} belongs to target {bound['name']!r}, not to {opened.name!r}",
+            expected="a profile of the run's own target",
+            where=run_folder(run),
+            next=f"eagle3 profile {bound['name']} --run {run}",
+        )
 
 
 def _load(prompts: Path, requests: int, tokens: int, concurrency: int) -> Load:
