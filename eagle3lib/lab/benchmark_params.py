@@ -73,8 +73,9 @@ class BenchmarkParams(PhaseParams):
     )
     @classmethod
     def _one_number_is_a_list_too(cls, value: Any) -> Any:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return f"{value:g}" if is_number else value
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return value
+        return str(int(value) if isinstance(value, float) and value.is_integer() else value)
 
     @field_validator("engines")
     @classmethod
