@@ -28,6 +28,9 @@ _LEAST_SEQUENCES = 4
 # Read as streams at once. More, and what is measured is a client that wakes for each token of each
 # request: plain decoding sends the most chunks, so speculation would seem to gain what it does not.
 _MOST_STREAMS = 8
+# Of an answer that comes whole nothing is seen before its end, and under load a long one takes its
+# time; a server that hangs is told by its counters, and by the streams beside it.
+_WHOLE_S = 4 * 3600.0
 
 
 def engine_config(
@@ -124,7 +127,8 @@ class Asker:
         """One a server: to make one takes some 40 ms of CPU, which no request may wait for."""
         with self._clients_lock:
             if url not in self._clients:
-                self._clients[url] = Client(url, retries=0, renderer=self._renderer)
+                options: dict[str, Any] = {"timeout_s": _WHOLE_S, "retries": 0}
+                self._clients[url] = Client(url, renderer=self._renderer, **options)
             return self._clients[url]
 
     def row(
