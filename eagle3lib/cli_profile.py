@@ -119,8 +119,12 @@ def _config(
             "the drafter is not there", expected="a folder of an EAGLE-3 drafter", where=named[0]
         )
     params = ServeParams.checked(values)
-    if params.host != ServeParams.model_fields["host"].default:
-        raise UserError("host is not for a profile", expected="a server that only we ask")
+    for name in ("host", "log"):
+        if getattr(params, name) != ServeParams.model_fields[name].default:
+            raise UserError(
+                f"{name} is not for a profile",
+                expected="a server that only we ask, its log in the profile's folder",
+            )
     opened = open_target(target)
     if run:
         _check_target(run, opened)

@@ -215,7 +215,8 @@ MISTAKES = [
     (["--run", "never-run"], "no run 'never-run'"),
     (["drafter=/a", "--drafter", "/b"], "two drafters"),
     (["topkk=3"], "topkk"),
-    (["host=0.0.0.0"], "host"),
+    (["host=0.0.0.0"], "host is not for a profile"),
+    (["log=/tmp/x.log"], "log is not for a profile"),
     (["--prompts", "/no/prompts.jsonl"], "/no/prompts.jsonl"),
     (["--run", "x", "--out", "y"], "both --out and --run"),
 ]
