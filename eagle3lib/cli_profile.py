@@ -119,8 +119,12 @@ def _config(
             "the drafter is not there", expected="a folder of an EAGLE-3 drafter", where=named[0]
         )
     params = ServeParams.checked(values)
-    if params.host != ServeParams.model_fields["host"].default:
-        raise UserError("host is not for a profile", expected="a server that only we ask")
+    for name in ("host", "log"):
+        if getattr(params, name) != ServeParams.model_fields[name].default:
+            raise UserError(
+                f"{name} is not for a profile",
+                expected="a server that only we ask, its log in the profile's folder",
+            )
     opened = open_target(target)
     if run:
         _check_target(run, opened)
@@ -128,15 +132,16 @@ def _config(
     return config, Path(named[0]) if named else None, params
 
 
-def _check_target(run: str, target: Target) -> None:
+def _check_target(run: str, opened: Target) -> None:
     """The run's drafter beside another target, TARGET's default say, profiles neither."""
     from eagle3lib.lab.files import read_json
     from eagle3lib.lab.run import run_folder
 
     bound = read_json(run_folder(run) / "manifest.json")["target"]
-    if bound["fingerprint"] != target.fingerprint:
+    if bound["fingerprint"] != opened.fingerprint:
         raise UserError(
-            f"run {run!r} belongs to target {bound['name']!r}, not to {target.name!r}",
+            f"run {run!r} belongs to target {bound['name']!r}, not to {opened.name!r}",
+            expected="a profile of the run's own target",
             where=run_folder(run),
             next=f"eagle3 profile {bound['name']} --run {run}",
         )

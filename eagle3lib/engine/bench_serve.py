@@ -7,6 +7,7 @@ earlier turns can't be told to it. Read in vLLM 0.32 (``vllm/benchmarks``).
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import tempfile
@@ -20,7 +21,7 @@ from eagle3lib.engine.records import RoundCounts
 from eagle3lib.engine.vllm import engine_env
 from eagle3lib.lab.errors import UserError
 
-_DEADLINE_S = 1800
+_START_S, _TOKEN_S = 600, 1.0  # its imports; slower than any server that is worth a benchmark
 _CHAT = ["--backend", "openai-chat", "--endpoint", "/v1/chat/completions"]
 
 
@@ -50,6 +51,7 @@ def bench_serve(
 ) -> BenchServe:
     """Ask every prompt once, up to ``tokens`` each. Raises ``UserError`` with its last words when
     it fails, when a request of it does, or when its result lacks something."""
+    deadline_s = _START_S + _TOKEN_S * tokens * math.ceil(len(prompts) / concurrency)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         lines = [json.dumps({"prompt": text}) for text in prompts]
@@ -66,11 +68,11 @@ def bench_serve(
         env = {**os.environ, **engine_env(1, config)}
         try:
             done = subprocess.run(
-                argv, env=env, capture_output=True, text=True, timeout=_DEADLINE_S, check=False
+                argv, env=env, capture_output=True, text=True, timeout=deadline_s, check=False
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             what = "no end" if isinstance(error, subprocess.TimeoutExpired) else str(error)
-            raise _failed(f"{what} (deadline {_DEADLINE_S} s)") from None
+            raise _failed(f"{what} (deadline {deadline_s:.0f} s)") from None
         result = folder / "result.json"
         if done.returncode or not result.exists():
             raise _failed(f"exit code {done.returncode}\n{(done.stderr or done.stdout)[-1500:]}")

@@ -119,8 +119,8 @@ def environment(threads: int, config: EngineConfig) -> dict[str, str]:
         env["VLLM_CUSTOM_SCOPES_FOR_PROFILING"] = "1"  # marks sampling and drafting in its traces
     if interpreter("vllm") != sys.executable:
         return env  # what follows knows this environment alone
-    path = (_metadata_shim(), os.environ.get("PYTHONPATH"))
-    env["PYTHONPATH"] = os.pathsep.join(p for p in path if p)
+    before = shared_environment(config).get("PYTHONPATH", os.environ.get("PYTHONPATH"))
+    env["PYTHONPATH"] = os.pathsep.join(p for p in (_metadata_shim(), before) if p)
     preload = _intel_openmp()
     if preload:
         env["LD_PRELOAD"] = os.pathsep.join(p for p in (preload, os.environ.get("LD_PRELOAD")) if p)

@@ -75,7 +75,7 @@ class BenchmarkParams(PhaseParams):
     def _one_number_is_a_list_too(cls, value: Any) -> Any:
         if isinstance(value, bool) or not isinstance(value, int | float):
             return value
-        return str(value) if isinstance(value, int) else f"{value:g}"  # of an int every digit
+        return str(int(value) if isinstance(value, float) and value.is_integer() else value)
 
     @field_validator("engines")
     @classmethod

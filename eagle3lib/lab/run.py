@@ -188,13 +188,16 @@ def phase_state(params: PhaseParams, inputs: dict[str, Any]) -> tuple[State, str
 
 
 def _only_grew(params: PhaseParams, old: dict[str, Any], new: dict[str, Any]) -> bool:
-    """Whether all that changed is more of something whose parts are kept: more answers, repeats."""
+    """Whether all that changed is more of something whose parts are kept (answers, repeats), or a
+    switch for a part of its own, which may go off again: what is there stays of use."""
     same = {k: v for k, v in new.items() if k != "params"} == {
         k: v for k, v in old.items() if k != "params"
     }
     changed = [k for k in new["params"] if old["params"].get(k) != new["params"][k]]
     return same and all(
-        k in params.GROWING and new["params"][k] > old["params"].get(k, 0) for k in changed
+        k in params.GROWING
+        and (isinstance(new["params"][k], bool) or new["params"][k] > old["params"].get(k, 0))
+        for k in changed
     )
 
 

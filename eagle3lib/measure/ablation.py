@@ -52,10 +52,13 @@ def comparable(
     for result in results:
         seeds.setdefault(result["variant"], set()).add(result["seed"])
 
-    def having(some: set[int]) -> list[str]:
+    def having(some: frozenset[int]) -> list[str]:
         return [variant for variant, own in seeds.items() if some <= own]
 
-    best = max(seeds.values(), key=lambda some: (len(some) * len(having(some)), len(some)))
+    choices = {frozenset(own) for own in seeds.values()}
+    while more := {a & b for a in choices for b in choices if a & b} - choices:
+        choices |= more  # seeds that some variants share, though none has these alone
+    best = max(choices, key=lambda some: (len(some) * len(having(some)), len(some), sorted(some)))
     kept = [r for r in results if r["variant"] in having(best) and r["seed"] in best]
     there = {(r["variant"], r["seed"]) for r in results}
     used = {(r["variant"], r["seed"]) for r in kept}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 import zlib
 from dataclasses import asdict, dataclass, field, replace
@@ -27,6 +28,9 @@ _LEAST_SEQUENCES = 4
 # Read as streams at once. More, and what is measured is a client that wakes for each token of each
 # request: plain decoding sends the most chunks, so speculation would seem to gain what it does not.
 _MOST_STREAMS = 8
+# Of an answer that comes whole nothing is seen before its end, and under load a long one takes its
+# time; a server that hangs is told by its counters, and by the streams beside it.
+_WHOLE_S = 4 * 3600.0
 
 
 def engine_config(
@@ -66,6 +70,7 @@ class Asker:
     texts: list[tuple[str, int]] = field(default_factory=list)
     _renderer: TargetRenderer | None = None
     _clients: dict[str, Client] = field(default_factory=dict)
+    _clients_lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         if self.engine == "sglang":  # its chat API tells no ids
@@ -80,8 +85,8 @@ class Asker:
         max_tokens: int,
         seed: int | None = None,
     ) -> Streamed:
-        """One request, streamed; of more than eight at once about eight are, the others come whole
-        (no ``chunk_s``). Raises ``BadReply``.
+        """One request, streamed; of more than eight at once up to about eight are, the others come
+        whole (no ``chunk_s``). Raises ``BadReply``.
 
         Tools and thinking as when the answer was made: other prompt tokens are another workload.
         """
@@ -111,15 +116,20 @@ class Asker:
         return streamed
 
     def _whole(self, server: EngineServer, asked: Asked, options: dict[str, Any]) -> Streamed:
-        client = self._clients.setdefault(
-            server.url, Client(server.url, retries=0, renderer=self._renderer)
-        )
         told: dict[str, Any] = {"tools": asked.tools, "thinking": asked.thinking} | options
         try:
-            answer = client.chat(asked.messages, **told)
+            answer = self._client(server.url).chat(asked.messages, **told)
         except openai.OpenAIError as error:
             raise BadReply(f"the server at {server.url} failed: {error!r}"[:300]) from None
         return Streamed(answer, [], [], answer.counts)
+
+    def _client(self, url: str) -> Client:
+        """One a server: to make one takes some 40 ms of CPU, which no request may wait for."""
+        with self._clients_lock:
+            if url not in self._clients:
+                options: dict[str, Any] = {"timeout_s": _WHOLE_S, "retries": 0}
+                self._clients[url] = Client(url, renderer=self._renderer, **options)
+            return self._clients[url]
 
     def row(
         self,
@@ -165,4 +175,4 @@ class Asker:
 
 def is_streamed(prompt: str, concurrency: int) -> bool:
     """Whether a request is read as a stream, the same for every arm and repeat."""
-    return zlib.crc32(prompt.encode()) % max(1, concurrency // _MOST_STREAMS) == 0
+    return zlib.crc32(prompt.encode()) % -(-concurrency // _MOST_STREAMS) == 0

@@ -27,7 +27,14 @@ from eagle3lib.measure.accounting import (
 )
 from eagle3lib.measure.arms import PLAIN, RequestRow
 from eagle3lib.measure.points import Point
-from eagle3lib.measure.result import ArmResult, arm_result, cost_per_million, percentiles, rounded
+from eagle3lib.measure.result import (
+    ArmResult,
+    arm_result,
+    cost_per_million,
+    percentiles,
+    rounded,
+    throughput_of,
+)
 
 OUTSIDE = "outside.jsonl"
 OURS, BENCH_SERVE = "ours", "vllm bench serve"
@@ -78,7 +85,7 @@ def outside_results(
         mine = [r for r in rows if r.prompt in asked]
         if not any(r.arm == arm for r in mine):
             continue
-        ours = arm_result(mine, arm, _SET, point, price_per_hour).as_dict()
+        ours = _ours(rows, mine, arm, point, price_per_hour)
         theirs = _result(line, by_arm.get(PLAIN), point, price_per_hour).as_dict()
         known = {r.prompt: len(r.prompt_token_ids) for r in mine}
         pairs = zip(line["prompts"], line["prompt_tokens"], strict=True)
@@ -86,6 +93,21 @@ def outside_results(
         out += [ours | {"client": OURS}]
         out += [theirs | {"client": BENCH_SERVE, "other_prompts": others}]
     return out
+
+
+def _ours(
+    rows: list[RequestRow], mine: list[RequestRow], arm: str, point: Point, price_per_hour: float
+) -> dict[str, Any]:
+    """``mine``: the ``rows`` of prompts that both clients asked. Several in flight, the others had
+    their part of the machine: its speed is that of the whole block."""
+    ours = arm_result(mine, arm, _SET, point, price_per_hour).as_dict()
+    if point.concurrency == 1:
+        return ours
+    whole = throughput_of([r for r in rows if r.arm == arm], point.concurrency)
+    return ours | {
+        "throughput_tokens_per_s": round(whole, 2),
+        "cost_per_million_tokens": cost_per_million(price_per_hour, whole),
+    }
 
 
 def _result(

@@ -92,6 +92,8 @@ def run_arms(
     engines were measured; what was measured stays.
     """
     points = points_of(cfg)
+    if cfg.bench_serve:
+        outside_prompts(prompts)  # that there is none must be said now, not when all is measured
     known = [*read_requests(phase.folder), *read_sweeps(phase.folder)]
     book = _Book(phase.folder, points[0], {row.key: row for row in known})
     total = len(points) * len(arms) * len(prompts) * cfg.repeats
@@ -302,7 +304,9 @@ class _Visit:
 
     def _ask_outside(self) -> None:
         head = self.book.headline
-        for arm in self.outside_left():
+
+        def ask(task: tuple[str]) -> dict[str, Any]:
+            (arm,) = task
             self.phase.note(f"{arm}: vllm bench serve asks the headline's prompts")
             asked, server = outside_prompts(self.prompts), self.servers[arm]
             told = bench_serve(
@@ -313,7 +317,12 @@ class _Visit:
                 concurrency=head.concurrency,
                 temperature=head.temperature,
             )
-            append_line(self.phase.folder / OUTSIDE, outside_line(arm, head, asked, told))
+            return outside_line(arm, head, asked, told)
+
+        path = self.phase.folder / OUTSIDE
+        self._work(
+            [(a,) for a in self.outside_left()], ask, lambda line: append_line(path, line), 1
+        )
 
     def _work(
         self, tasks: list[Any], ask: Callable[[Any], Any], keep: Callable[[Any], None], load: int

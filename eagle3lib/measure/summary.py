@@ -89,7 +89,9 @@ def summarise(
         },
         "drift": [d for point in points if (d := drift_of(at_point(rows, point, steps), point))],
         "lossless": lossless_tests(samples, cfg),
-        "outside": outside_results(outside, head, first, cfg.price_per_hour),
+        "outside": outside_results(
+            outside if cfg.bench_serve else (), head, first, cfg.price_per_hour
+        ),
         "best": best_settings(lines) if OWN in arms else [],
         "reference": reference_of([r for r in head if (r.arm, r.set) == (OWN, SETS[0])], steps),
     }

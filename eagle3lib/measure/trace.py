@@ -14,6 +14,7 @@ the scopes around its launch (a correlation id leads there), where a replayed gr
 from __future__ import annotations
 
 import gzip
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -47,6 +48,9 @@ _CPU = {
     "hip_runtime": _LAUNCH,
 }
 _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
+_UNREADABLE = (
+    ijson.JSONError, zlib.error, EOFError, OSError, AttributeError, KeyError, TypeError, ValueError,
+)  # fmt: skip
 # What these hold inside is theirs: the softmax of an attention is attention.
 _WHOLE = (ATTENTION, SAMPLING, COLLECTIVES)
 
@@ -112,7 +116,7 @@ def read_trace(path: Path) -> Trace:
         with opened(path, "rb") as file:
             for event in ijson.items(file, "traceEvents.item", use_float=True):
                 _keep(trace, event, names)
-    except (ijson.JSONError, EOFError, OSError, KeyError, TypeError, ValueError) as error:
+    except _UNREADABLE as error:
         raise UserError(
             f"the trace can't be read: {error!r}"[:300],
             expected="a whole Chrome trace of torch's profiler",

@@ -169,6 +169,15 @@ def test_usage_statistics_are_off_and_local_targets_need_no_network(tmp_path, mo
     assert environment(2, hub)["NCCL_P2P_DISABLE"] == "1" and "NCCL_P2P_DISABLE" not in env
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_folder_of_modules_reaches_either_engine(tmp_path, monkeypatch, engine):
+    """vLLM's own addition to the path stands beside it, not in its place."""
+    monkeypatch.delenv("EAGLE3_VLLM_PYTHON", raising=False)
+    monkeypatch.setenv("PYTHONPATH", "/before")
+    config = EngineConfig(Path("/t"), engine=engine, modules=tmp_path)
+    assert environment(1, config)["PYTHONPATH"].split(":")[-2:] == [str(tmp_path), "/before"]
+
+
 def test_the_interpreter_is_our_own_for_vllm_and_named_for_sglang(monkeypatch, tmp_path):
     monkeypatch.delenv("EAGLE3_VLLM_PYTHON", raising=False)
     monkeypatch.delenv("EAGLE3_SGLANG_PYTHON", raising=False)

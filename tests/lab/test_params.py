@@ -166,7 +166,13 @@ def test_one_number_stands_for_a_list_of_one():
     """``eagle3 run demo 06 concurrency=8``: YAML reads a number."""
     told = BenchmarkParams.checked({"concurrency": 8, "temperatures": 0.7}, "the command line")
     assert (told.concurrency, told.temperatures) == ("8", "0.7")
-    long = BenchmarkParams.checked({"context_tokens": 1048576}, "the command line")
-    assert long.context_tokens == "1048576"
     with pytest.raises(UserError, match="concurrency"):
         BenchmarkParams.checked({"concurrency": True}, "the command line")
+    long = {"context_tokens": 1_048_576, "temperatures": 0.1234567, "concurrency": 2.0}
+    told = BenchmarkParams.checked(long | {"max_model_len": 2_000_000}, "the command line")
+    assert (told.context_tokens, told.temperatures, told.concurrency) == (
+        "1048576", "0.1234567", "2",
+    )  # fmt: skip
+    for wrong in (float("nan"), float("inf"), True):
+        with pytest.raises(UserError, match="temperatures"):
+            BenchmarkParams.checked({"temperatures": wrong}, "the command line")

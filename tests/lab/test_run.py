@@ -115,20 +115,35 @@ def test_a_changed_input_file_is_stale_and_named(generate, tmp_path):
     assert state(generate) == ("stale", "the file of workload changed")
 
 
+def finished_before(params):
+    """The phases that ``params``' phase reads."""
+    for name in params.UPSTREAM:
+        told = {"fingerprint": name, "artefacts": {}, "finished": "", "duration_s": 1, "inputs": {}}
+        told["inputs"] = {"params": {}, "upstream": {}}
+        write_json(run_folder(params.run) / name / "manifest.json", told)
+
+
 def test_a_changed_reference_drafter_reruns_the_benchmark(tmp_path, monkeypatch):
     """It is an arm, so another one under the same name is another benchmark."""
     folder = tmp_path / "known-good"
     folder.mkdir()
     (folder / "model.safetensors").write_bytes(b"weights")
     params = BenchmarkParams(run="mine", reference_drafter=str(folder))
-    for name in params.UPSTREAM:
-        told = {"fingerprint": name, "artefacts": {}, "finished": "", "duration_s": 1, "inputs": {}}
-        told["inputs"] = {"params": {}, "upstream": {}}
-        write_json(run_folder("mine") / name / "manifest.json", told)
+    finished_before(params)
     complete(params)
     assert state(params)[0] == "done"
     (folder / "model.safetensors").write_bytes(b"weightt")
     assert state(params) == ("stale", "the file of reference_drafter changed")
+
+
+def test_a_second_opinion_that_fails_is_left_out_without_measuring_anew():
+    """``bench_serve=false`` is the remedy of its errors, after hours of answers."""
+    params = BenchmarkParams(run="mine", repeats=3)
+    finished_before(params)
+    begin(changed(params, bench_serve=True), TARGET)
+    assert state(params)[0] == "resume" == state(changed(params, bench_serve=True, repeats=4))[0]
+    assert state(changed(params, repeats=2))[0] == "stale"
+    assert state(changed(params, compile=True))[0] == "stale"
 
 
 def test_a_missing_input_file_is_a_user_error_that_names_parameter_and_path(generate, tmp_path):

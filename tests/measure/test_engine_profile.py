@@ -195,12 +195,28 @@ def test_the_command_prints_the_table_and_writes_the_folder(
     assert all("--any-flag=1" in c.extra_flags for c in engines.configs)
 
 
+def test_a_run_is_profiled_with_its_own_target_and_drafter(eagle3, engines, tiny_target):
+    """Left out, TARGET is the built-in one, whatever the run's is."""
+    begin(PHASES["00_plan"](run="r"), tiny_target.fingerprint).finish({})
+    begin(PHASES["00_plan"](run="other"), "0123456789abcdef").finish({})
+    words = (str(tiny_target.folder), "--no-preflight", "--tokens", "9")
+    code, shown = eagle3(*words, "--run", "other")
+    assert code == 2 and "run 'other' belongs to target" in shown and not engines.configs
+    own = run_folder("r") / "05_export_drafter" / "drafter"
+    own.mkdir(parents=True)
+    code, shown = eagle3(*words, "--run", "r")
+    assert code == 0, shown
+    assert [c.drafter for c in engines.configs] == [None, own]
+    assert "profile" in page_figures("r") and (run_folder("r") / "index.html").exists()
+
+
 MISTAKES = [
     (["--drafter", "/no/drafter"], "the drafter is not there"),
     (["--run", "never-run"], "no run 'never-run'"),
     (["drafter=/a", "--drafter", "/b"], "two drafters"),
     (["topkk=3"], "topkk"),
-    (["host=0.0.0.0"], "host"),
+    (["host=0.0.0.0"], "host is not for a profile"),
+    (["log=/tmp/x.log"], "log is not for a profile"),
     (["--prompts", "/no/prompts.jsonl"], "/no/prompts.jsonl"),
     (["--run", "x", "--out", "y"], "both --out and --run"),
 ]
@@ -211,14 +227,6 @@ def test_a_mistake_is_one_message_and_starts_nothing(eagle3, engines, tiny_targe
     code, shown = eagle3(str(tiny_target.folder), *words, "--no-preflight")
     assert code == 2 and told in shown and "Traceback" not in shown
     assert not engines.configs
-
-
-def test_a_run_is_profiled_with_its_own_target_alone(eagle3, engines, tiny_target):
-    phase = begin(PHASES["00_plan"](run="r", target="org/other"), "0123456789abcdef")
-    phase.finish({})
-    code, shown = eagle3(str(tiny_target.folder), "--run", "r", "--no-preflight")
-    assert code == 2 and "belongs to target 'org/other'" in shown
-    assert "eagle3 profile org/other --run r" in shown and not engines.configs
 
 
 @pytest.mark.engine

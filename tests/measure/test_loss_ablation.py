@@ -108,6 +108,17 @@ def test_an_ablation_cut_short_compares_what_it_has_and_names_what_it_lacks():
     assert missing == ["ce, seed 0: not all have this seed"]
 
 
+def test_cells_that_failed_here_and_there_leave_the_seeds_that_variants_share():
+    """No variant has seeds 0 and 1 alone; a choice among whole variants would keep a single one."""
+    cells = CELLS[:3] + BETTER[:2] + [LIKE[0], {**LIKE[1], "seed": 9}, {**LIKE[2], "seed": 1}]
+    cells.append({**BETTER[2], "seed": 7})
+    kept, missing = judge.comparable(cells)
+    assert {(c["variant"], c["seed"]) for c in kept} == {
+        (v, s) for v in ("kl", "lk", "ce") for s in range(2)
+    }
+    assert len(missing) == 3
+
+
 def test_the_figure_shows_every_variant_and_baseline():
     counts = judge.offline_counts(CELLS + BETTER)
     found, seeds = judge.estimates(counts, "kl"), judge.seed_lengths(counts)

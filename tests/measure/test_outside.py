@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from dataclasses import asdict, replace
 
@@ -113,6 +114,24 @@ def test_a_command_that_fails_says_its_last_words(stub, body):
         bench_serve(["a"], "http://127.0.0.1:1", config, tokens=4, concurrency=1)
 
 
+def test_its_deadline_grows_with_what_is_asked(stub, monkeypatch):
+    """Half an hour for everything would end any long benchmark at its last step."""
+    config, given = stub(""), []
+
+    def run(argv, timeout, **_):
+        given.append(timeout)
+        raise subprocess.TimeoutExpired(argv, timeout)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    for prompts, tokens, concurrency in ((16, 96, 1), (200, 4096, 1), (200, 4096, 8)):
+        with pytest.raises(
+            UserError, match=f"no end .deadline {600 + tokens * prompts // concurrency} s"
+        ):
+            bench_serve(["a"] * prompts, "http://127.0.0.1:1", config, tokens=tokens,
+                        concurrency=concurrency)  # fmt: skip
+    assert given[1] > 8 * 3600 and given[1] > 7 * given[2]
+
+
 def prompt(name, **values):
     messages = [{"role": "user", "content": "Q?"}]
     row = AnswerRow(
@@ -139,7 +158,7 @@ def test_only_what_it_can_ask_is_asked():
 
 
 PROMPTS = [prompt(f"p{i}") for i in range(6)]
-CFG = BenchmarkParams(repeats=1)
+CFG = BenchmarkParams(repeats=1, bench_serve=True)
 OTHERS = RoundCounts(60, 120, 180, [60, 60, 0], "vllm bench serve")
 
 
@@ -188,6 +207,22 @@ def test_both_clients_stand_beside_each_other_in_one_schema():
     assert [list(bar.y) for bar in figure.data] == [[4.0, 4.8], [4.0, 5.0]]
 
 
+def test_under_load_prompts_that_it_can_not_ask_take_nothing_from_our_speed():
+    """Two in flight, each 1 s: six prompts of both clients, six of ours alone, in 6 s."""
+    point = Point(concurrency=2)
+    rows = [
+        replace(request(PLAIN, name), concurrency=2, started_s=float(i))
+        for i in range(6)
+        for name in (f"p{i}", f"of two turns {i}")
+    ]
+    theirs = replace(told(1.0), seconds=3.0)
+    line = json.loads(json.dumps(outside_line(PLAIN, point, PROMPTS, theirs)))
+    found = outside_results([line], rows, point, 3.6)
+    assert [r["throughput_tokens_per_s"] for r in found] == [8.0, 8.0]
+    assert [r["cost_per_million_tokens"] for r in found] == [125.0, 125.0]
+    assert check_outside(found) == [] and found[0]["tokens"] == 24
+
+
 def test_without_it_nothing_is_shown_or_found():
     rows, metrics = measured(told(1.0), told(0.8, 2))
     metrics["outside"] = []
@@ -217,6 +252,15 @@ def test_an_impossible_speed_up_is_an_error_whoever_measured_it():
     """Three tokens a round can't be four times as fast."""
     codes = found(told(1.0), told(0.25, 2), ours=1.2)
     assert ("impossible-speedup", "error") in codes
+
+
+def test_without_the_parameter_what_was_asked_before_is_passed_over():
+    """``bench_serve=false`` is the remedy of its errors: they must end with it."""
+    rows, _ = measured(told(1.0), told(0.8, 2))
+    lines = [outside_line(PLAIN, Point(), PROMPTS, told(1.0, prompt_tokens=40))]
+    assert check_outside(summarise(rows, CFG, {}, outside=lines)["outside"]) != []
+    without = CFG.model_copy(update={"bench_serve": False})
+    assert summarise(rows, without, {}, outside=lines)["outside"] == []
 
 
 def test_a_line_of_another_point_is_passed_over():

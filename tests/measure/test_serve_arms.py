@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import sys
 import threading
 from typing import ClassVar
 
@@ -18,7 +19,7 @@ from eagle3lib.engine.failures import DIED, MUTE, Failure
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import read_json
 from eagle3lib.lab.params import BenchmarkParams
-from eagle3lib.measure import serve_arms
+from eagle3lib.measure import ask, serve_arms
 from eagle3lib.measure.arms import (
     OWN,
     PLAIN,
@@ -193,10 +194,29 @@ def test_of_many_at_once_about_eight_are_read_as_streams(run, tmp_path):
         assert len(row.answer_token_ids) == 9 and row.prompt_token_ids == [1, 2]
     assert {(r.counts or {}).get("rounds") for r in rows if r.arm == OWN} == {3}
     assert all(is_streamed(row.prompt, 8) for row in rows)
-    streamed = sum(is_streamed(f"p{i}", 256) for i in range(10_000))
-    assert streamed == pytest.approx(10_000 * 8 / 256, rel=0.25)
+    streamed = {n: sum(is_streamed(f"p{i}", n) for i in range(10_000)) for n in (15, 23, 256)}
+    assert streamed[256] == pytest.approx(10_000 * 8 / 256, rel=0.25)
+    assert all(n * streamed[n] / 10_000 < 8.5 for n in (15, 23))
     metrics = summarise(rows, change(concurrency="32"), read_json(tmp_path / "counters.json"))
     assert metrics["arms"][0]["first_token_s"] and metrics["arms"][1]["throughput_tokens_per_s"]
+
+
+def test_whole_answers_come_through_one_client_a_server(run, monkeypatch):
+    """To make a client takes some 40 ms of CPU: one a request would be what is measured."""
+    made = []
+
+    class Counted(ask.Client):
+        def __init__(self, url, **options):
+            if "retries" in options:
+                made.append(url)
+                # 8,192 tokens at 10 a second take longer than a client's usual ten minutes.
+                assert options["timeout_s"] > 8192 / 10
+            super().__init__(url, **options)
+
+    monkeypatch.setattr(ask, "Client", Counted)
+    rows = run(change(concurrency="32"))
+    assert sum(not r.chunk_s for r in rows) > 2
+    assert len(made) == len(set(made)) == 2
 
 
 def test_half_a_block_is_asked_again_as_a_whole(run, tmp_path):
@@ -252,6 +272,16 @@ def test_a_server_that_stops_making_tokens_ends_the_benchmark(run, monkeypatch):
         run()
 
 
+def test_a_server_that_hangs_under_a_second_opinion_ends_it_too(run, monkeypatch):
+    monkeypatch.setattr(serve_arms, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(serve_arms, "STALL_S", 0.2)
+    ended = threading.Event()
+    monkeypatch.setattr(serve_arms, "bench_serve", lambda *_, **__: ended.wait(30))
+    with pytest.raises(UserError, match="makes no tokens"):
+        run(change(bench_serve=True))
+    ended.set()
+
+
 def test_a_second_opinion_is_asked_of_every_server_once_and_can_be_added_later(
     run, tmp_path, monkeypatch
 ):
@@ -276,6 +306,18 @@ def test_a_second_opinion_is_asked_of_every_server_once_and_can_be_added_later(
     assert [(t["arm"], t["client"]) for t in told[1::2]] == [
         (PLAIN, "vllm bench serve"), (OWN, "vllm bench serve")
     ]  # fmt: skip
+
+
+def test_prompts_that_allow_no_second_opinion_are_told_before_anything_is_measured(
+    run, monkeypatch
+):
+    two = [{"role": "system", "content": "S"}, *PROMPTS[0].messages]
+    monkeypatch.setattr(
+        sys.modules[__name__], "PROMPTS", [dataclasses.replace(p, messages=two) for p in PROMPTS]
+    )
+    with pytest.raises(UserError, match="no prompt of the workload"):
+        run(change(bench_serve=True))
+    assert FakeServer.started == []
 
 
 def test_rows_are_plain_values():

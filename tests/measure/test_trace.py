@@ -123,7 +123,12 @@ def test_a_trace_that_is_broken_off_is_said_to_be(tmp_path):
     packed.write_bytes(gzip.compress(whole)[:-200])
     page = tmp_path / "c.trace.json.gz"
     page.write_bytes(b"<html>")
-    for broken in (path, packed, page):
+    damaged = tmp_path / "d.trace.json.gz"
+    packed_whole = gzip.compress(whole)
+    half = len(packed_whole) // 2
+    damaged.write_bytes(packed_whole[:half] + bytes(9) + packed_whole[half + 9 :])
+    numbers = write_trace(tmp_path / "e.trace.json", [1, 2])
+    for broken in (path, packed, page, damaged, numbers):
         with pytest.raises(UserError, match="can't be read"):
             step_times(broken)
 
