@@ -118,8 +118,10 @@ def test_another_image_changes_what_comes_after_it_alone(target, rows, store, tm
     with InProcess(target, SLOTS, "float32", 256) as source:
         ids = [row.prompt_token_ids + row.answer_token_ids]
         here, there = (source.states(ids, [picture_names(r.messages)])[0] for r in (row, other))
-    changed = (here - there).abs().amax((1, 2))
-    assert changed[:2].max() < 1e-5 < changed[2:].min(), changed
+    # As a share of the state. An expert's product has other rows beside it, so what is the same is
+    # rounded otherwise (4e-7, with either kind of kernels of a CPU); the image itself makes 3e-2.
+    changed = ((here - there).norm(dim=2) / here.norm(dim=2)).amax(1)
+    assert changed[:2].max() < 1e-5 and changed[2:].min() > 1e-3, changed
 
 
 def test_text_alone_is_the_text_tower(target, rows, store, tmp_path):
