@@ -112,11 +112,14 @@ def patches_of(image: Any, cfg: dict[str, Any]) -> tuple[Float[Tensor, "P 3 p p"
 
 def open_picture(name: str) -> Any:
     """The picture of a data URL, an address or a path."""
-    from transformers.image_utils import load_image
+    from transformers import image_utils
 
+    client: Any = image_utils.httpx  # of transformers' own choice; its errors are no OSError
+    # IndexError: a data URL without a comma.
+    unreadable = OSError, ValueError, IndexError, client.HTTPError, client.InvalidURL
     try:
-        return load_image(name)
-    except (OSError, ValueError) as error:
+        return image_utils.load_image(name)
+    except unreadable as error:
         shown = name if len(name) < 80 else f"{name[:60]}..."
         raise UserError(
             f"an image can't be read: {error}".split("\n")[0][:300],

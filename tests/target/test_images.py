@@ -16,7 +16,13 @@ from eagle3lib.lab.params import CaptureParams
 from eagle3lib.target.capture import InProcess, capture
 from eagle3lib.target.engine import FromVllm
 from eagle3lib.target.folder import open_target
-from eagle3lib.target.images import image_size, patches_of, picture_names, processor_settings
+from eagle3lib.target.images import (
+    image_size,
+    open_picture,
+    patches_of,
+    picture_names,
+    processor_settings,
+)
 from eagle3lib.target.kimi_shaped import MEDIA_TOKEN, Size, new_text_tower, save_kimi_shaped
 from eagle3lib.target.model import load_target
 from eagle3lib.target.phase import _layer_findings
@@ -173,6 +179,15 @@ def test_what_does_not_fit_is_refused(target, rows, image_id, tmp_path, change, 
     row = type(rows[1])(**(vars(rows[1]) | change(rows[1], image_id)))
     with pytest.raises(UserError, match=f"(?s){named}"):
         capture(target, [row], tmp_path, **SETTINGS)
+
+
+@pytest.mark.parametrize(
+    "name", ["http://127.0.0.1:9/a.png", "http://[", "data:image/png", "data:image/png;base64,AAAA"]
+)
+def test_a_picture_that_is_not_there_is_told(name):
+    """Nobody listens at the first address; the HTTP client has errors of its own."""
+    with pytest.raises(UserError, match="an image can't be read"):
+        open_picture(name)
 
 
 @pytest.mark.parametrize(
