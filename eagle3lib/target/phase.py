@@ -137,7 +137,7 @@ def _layer_findings(store: StateStore, cfg: CaptureParams, target: Target) -> li
                 "states",
             )
         ]
-    text = [e for e in store.entries if not target.media_ids.intersection(_ids(store, e))]
+    text = [e for e in store.entries if not _shows_images(store, e, target.media_ids)]
     if not text:
         return [
             Finding(
@@ -154,8 +154,8 @@ def _layer_findings(store: StateStore, cfg: CaptureParams, target: Target) -> li
     return check_layers(matches, target.num_layers)
 
 
-def _ids(store: StateStore, entry: StateEntry) -> list[int]:
-    return store.token_ids(entry).tolist()
+def _shows_images(store: StateStore, entry: StateEntry, media: set[int]) -> bool:
+    return bool(media) and not media.isdisjoint(store.token_ids(entry).tolist())
 
 
 def agreement_table(store: StateStore, target: Target, most_rows: int = 60) -> pd.DataFrame:
