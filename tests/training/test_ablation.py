@@ -78,7 +78,7 @@ def test_a_cell_that_fails_costs_the_others_nothing(job, results, tmp_path, monk
 
     monkeypatch.setattr(Workbench, "run", failing)
     mine = replace(job, out=tmp_path, seeds=(0,), variants=("kl", "lk+step_weight:1.0", "ce"))
-    with pytest.raises(UserError, match="1 of 3 cells failed; kl seed 0.*out of memory"):
+    with pytest.raises(UserError, match=r"1 of 3 cells failed; kl seed 0.*out of memory"):
         run_ablation(mine)
     assert seen == [0, 0, 1]
     assert {r["variant"] for r in read_jsonl(tmp_path / "results.jsonl")} == set(mine.variants[1:])
