@@ -25,6 +25,7 @@ from eagle3lib.data.rows import AnswerRow
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import read_json
 from eagle3lib.target.folder import Target
+from eagle3lib.target.states import StateEntry, StateStore
 
 # Wrappers whose features replace placeholders one by one at plain positions (Qwen's have 3-D ones).
 SHOWN = ("kimi_k25",)
@@ -83,6 +84,14 @@ def check_media(target: Target, rows: list[AnswerRow], *, shown: bool) -> None:
             where=target.folder,
             next="capture rows whose messages are those that the server got",
         )
+
+
+def text_entries(store: StateStore, entries: list[StateEntry], media: set[int]) -> list[StateEntry]:
+    """Conversations without tokens of ``media``: of the others a forward of the text model makes
+    other states than were captured. Ids are read where there are such tokens at all."""
+    if not media:
+        return entries
+    return [e for e in entries if media.isdisjoint(store.token_ids(e).tolist())]
 
 
 def image_size(width: int, height: int, cfg: dict[str, Any]) -> tuple[int, int, int, int]:

@@ -24,6 +24,7 @@ from eagle3lib.target.images import (
     processor_settings,
 )
 from eagle3lib.target.kimi_shaped import MEDIA_TOKEN, Size, new_text_tower, save_kimi_shaped
+from eagle3lib.target.layer_stats import pick_entries
 from eagle3lib.target.model import load_target
 from eagle3lib.target.phase import _layer_findings
 from eagle3lib.target.sglang_source import FromSglang
@@ -154,6 +155,18 @@ def test_the_layer_check_takes_rows_without_images(target, store, rows, tmp_path
     capture(target, rows[1:], tmp_path, **SETTINGS)
     [finding] = _layer_findings(StateStore(tmp_path), cfg, target)
     assert finding.severity == "warning" and "shows images" in finding.title
+
+
+def test_the_explorer_looks_at_conversations_without_images(target, rows, tmp_path):
+    """Its forward is the text model's alone."""
+    held = [type(row)(**(vars(row) | {"split": "heldout"})) for row in rows]
+    capture(target, held, tmp_path / "some", **SETTINGS)
+    store = StateStore(tmp_path / "some")
+    assert [e.id for e in pick_entries(store, 9, target.media_ids)] == [held[0].id]
+    assert len(pick_entries(store, 9, set())) == 3
+    capture(target, held[1:], tmp_path / "none", **SETTINGS)
+    with pytest.raises(UserError, match="without images"):
+        pick_entries(StateStore(tmp_path / "none"), 9, target.media_ids)
 
 
 @pytest.mark.parametrize("engine", [FromVllm, FromSglang])
