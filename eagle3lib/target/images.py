@@ -25,6 +25,7 @@ from eagle3lib.data.rows import AnswerRow
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import read_json
 from eagle3lib.target.folder import Target
+from eagle3lib.target.states import StateEntry, StateStore
 
 # Wrappers whose features replace placeholders one by one at plain positions (Qwen's have 3-D ones).
 SHOWN = ("kimi_k25",)
@@ -85,6 +86,14 @@ def check_media(target: Target, rows: list[AnswerRow], *, shown: bool) -> None:
         )
 
 
+def text_entries(store: StateStore, entries: list[StateEntry], media: set[int]) -> list[StateEntry]:
+    """Conversations without tokens of ``media``: of the others a forward of the text model makes
+    other states than were captured. Ids are read where there are such tokens at all."""
+    if not media:
+        return entries
+    return [e for e in entries if media.isdisjoint(store.token_ids(e).tolist())]
+
+
 def image_size(width: int, height: int, cfg: dict[str, Any]) -> tuple[int, int, int, int]:
     """(width, height) that an image is shrunk to, and (width, height) with its padding."""
     patch, side = cfg["patch_size"], cfg["patch_limit_on_one_side"] * cfg["patch_size"]
@@ -112,11 +121,14 @@ def patches_of(image: Any, cfg: dict[str, Any]) -> tuple[Float[Tensor, "P 3 p p"
 
 def open_picture(name: str) -> Any:
     """The picture of a data URL, an address or a path."""
-    from transformers.image_utils import load_image
+    from transformers import image_utils
 
+    client: Any = image_utils.httpx  # of transformers' own choice; its errors are no OSError
+    # IndexError: a data URL without a comma.
+    unreadable = OSError, ValueError, IndexError, client.HTTPError, client.InvalidURL
     try:
-        return load_image(name)
-    except (OSError, ValueError) as error:
+        return image_utils.load_image(name)
+    except unreadable as error:
         shown = name if len(name) < 80 else f"{name[:60]}..."
         raise UserError(
             f"an image can't be read: {error}".split("\n")[0][:300],

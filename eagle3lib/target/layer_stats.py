@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from eagle3lib.lab.errors import UserError
+from eagle3lib.target.images import text_entries
 from eagle3lib.target.layers import all_states
 from eagle3lib.target.model import TargetHead
 from eagle3lib.target.states import StateEntry, StateStore
@@ -47,15 +48,18 @@ class LayerStates:
         return "last" if last else str(self.layers[index])
 
 
-def pick_entries(store: StateStore, most: int) -> list[StateEntry]:
-    """Held-out conversations with a position to look at, evenly picked from all sets.
+def pick_entries(store: StateStore, most: int, media: set[int]) -> list[StateEntry]:
+    """Held-out conversations with a position to look at, evenly picked from all sets; none that
+    shows images, whose tokens are ``media``.
 
     Raises ``UserError`` when there is none.
     """
     usable = [e for e in store.select(split="heldout") if e.tokens - 3 >= e.first_taught]
+    usable = text_entries(store, usable, media)
     if not usable:
         raise UserError(
-            "no held-out answer has three tokens",
+            "no held-out answer has three tokens"
+            + (", after a prompt without images" if media else ""),
             where=store.folder,
             next="eagle3 run PROFILE 01 02 heldout_workload=40",
         )

@@ -22,11 +22,12 @@ from eagle3lib.target.capture import (
 )
 from eagle3lib.target.engine import FromVllm
 from eagle3lib.target.folder import Target
+from eagle3lib.target.images import text_entries
 from eagle3lib.target.layers import check_layers, match_slots
 from eagle3lib.target.model import TargetHead, best_device, load_target
 from eagle3lib.target.proof import check_states, gather_facts
 from eagle3lib.target.sglang_source import FromSglang
-from eagle3lib.target.states import StateEntry, StateStore
+from eagle3lib.target.states import StateStore
 from eagle3lib.target.weights import weight_files
 
 LAYER_CHECK_ROWS = 4
@@ -137,7 +138,7 @@ def _layer_findings(store: StateStore, cfg: CaptureParams, target: Target) -> li
                 "states",
             )
         ]
-    text = [e for e in store.entries if not target.media_ids.intersection(_ids(store, e))]
+    text = text_entries(store, store.entries, target.media_ids)
     if not text:
         return [
             Finding(
@@ -152,10 +153,6 @@ def _layer_findings(store: StateStore, cfg: CaptureParams, target: Target) -> li
     model = load_target(target, cfg.dtype, trust_remote_code=cfg.trust_remote_code)
     matches = match_slots(store, model, _spread(text, LAYER_CHECK_ROWS))
     return check_layers(matches, target.num_layers)
-
-
-def _ids(store: StateStore, entry: StateEntry) -> list[int]:
-    return store.token_ids(entry).tolist()
 
 
 def agreement_table(store: StateStore, target: Target, most_rows: int = 60) -> pd.DataFrame:

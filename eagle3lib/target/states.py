@@ -104,9 +104,11 @@ def captured_row(
 def mean_square(row: StateRow) -> float:
     """Mean square of a row's slots and taught last states, six digits after the point."""
     parts = row.slots, row.last[row.entry.first_taught :]
-    # One pass each: the norm widens numbers as it adds them.
-    norms = [float(torch.linalg.vector_norm(part, dtype=torch.float32)) for part in parts]
-    return round(sum(norm**2 for norm in norms) / sum(part.numel() for part in parts), 6)
+    # One pass each: the norm widens numbers as it adds them. A norm a position, since fp32 sums of
+    # many millions of squares lose percents.
+    norms = [torch.linalg.vector_norm(part, dim=-1, dtype=torch.float32) for part in parts]
+    squares = sum(float(norm.double().square().sum()) for norm in norms)
+    return round(squares / sum(part.numel() for part in parts), 6)
 
 
 class StateStore:

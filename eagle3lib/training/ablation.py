@@ -13,6 +13,7 @@ compiles each).
     DIR/vocab_map.safetensors
     DIR/cells/VARIANT-SEED/drafter/      the last weights, as an engine serves them
     DIR/cells/VARIANT-SEED/result.json   its ``judge``-ment; a cell that has it is not trained again
+    DIR/cells/VARIANT-SEED/settings.json what it was begun with: of these alone a training goes on
     DIR/cells/VARIANT-SEED/failed.txt    why there is no result: the other cells go on
     DIR/results.jsonl                    the finished cells, the best last, written as each one ends
 
@@ -60,16 +61,13 @@ def run_cells(job: Ablation, cells: list[Cell], ended: Callable[[], object] = la
     left = [cell for cell in cells if not job.finished(cell)]
     bench = Workbench(job) if left else None
     for cell in left:
-        where = cell.folder(job.out)
-        if (where / "result.json").exists():  # of other settings
-            shutil.rmtree(where)
-        (where / "failed.txt").unlink(missing_ok=True)
+        where = _begin(job, cell)
         assert bench is not None
         try:
             result = bench.run(cell)
-        except Exception:  # whatever it is: hours of other cells must not go with it
-            where.mkdir(parents=True, exist_ok=True)
-            (where / "failed.txt").write_text(traceback.format_exc(), encoding="utf-8")
+        except Exception as error:  # whatever it is: hours of other cells must not go with it
+            why = f"{type(error).__name__}: {error}\n\n{traceback.format_exc()}"
+            (where / "failed.txt").write_text(why, encoding="utf-8")
             print(f"{cell.variant} seed {cell.seed}: failed, see {where}/failed.txt", flush=True)
         else:
             greedy, sampled = lengths(result["conversations"])
@@ -79,6 +77,17 @@ def run_cells(job: Ablation, cells: list[Cell], ended: Callable[[], object] = la
                 flush=True,
             )
         ended()
+
+
+def _begin(job: Ablation, cell: Cell) -> Path:
+    """The cell's folder. What other settings left there is gone: a training would go on with it."""
+    where = cell.folder(job.out)
+    path, settings = where / "settings.json", {"fingerprint": job.fingerprint(cell)}
+    if not path.exists() or read_json(path) != settings:
+        shutil.rmtree(where, ignore_errors=True)
+        write_json(path, settings)
+    (where / "failed.txt").unlink(missing_ok=True)
+    return where
 
 
 def run_ablation(job: Ablation, jobs: int = 1) -> list[dict[str, Any]]:
@@ -114,9 +123,9 @@ def write_results(job: Ablation) -> list[dict[str, Any]]:
 
 
 def _failures(job: Ablation) -> list[tuple[Cell, str]]:
-    """Cells that said why they failed, with the last line of it."""
+    """Cells that said why they failed, with the first line of it."""
     notes = [(cell, cell.folder(job.out) / "failed.txt") for cell in job.cells()]
-    return [(c, note.read_text().strip().splitlines()[-1]) for c, note in notes if note.exists()]
+    return [(c, note.read_text("utf-8").split("\n")[0]) for c, note in notes if note.exists()]
 
 
 def lengths(lines: list[dict[str, Any]]) -> tuple[float, float]:
@@ -220,8 +229,7 @@ def main(arguments: list[str] | None = None) -> int:
             share, shares = (int(part) for part in options.share.split("/"))
             run_cells(job, share_of(job.cells(), share, shares))
         else:
-            run_ablation(job, options.jobs)
-            for result in write_results(job):
+            for result in run_ablation(job, options.jobs):
                 shown = {k: result[k] for k in ("variant", "seed", "tokens", "updates", "seconds")}
                 greedy, sampled = lengths(result["conversations"])
                 print(json.dumps(shown | {"T=0": round(greedy, 4), "T=1": round(sampled, 4)}))

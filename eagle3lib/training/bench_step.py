@@ -216,6 +216,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=8)
     parser.add_argument("--profile", action="store_true", help="print where the time goes")
     options = parser.parse_args(arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("there is no GPU here: --device cpu")
     for name, value in _SHAPES[options.device].items():
         if getattr(options, name) is None:
             setattr(options, name, value)

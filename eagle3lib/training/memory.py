@@ -43,7 +43,7 @@ class Need:
     batch_bytes: int  # of its largest part
     update_tokens: int  # tokens of an update whose parts are all as large
     longest_tokens: int = 0  # the longest conversation
-    # Bytes of the last stretch of a conversation of so many tokens: no part is smaller.
+    # Bytes of the largest last stretch of conversations cut to so many tokens: one part holds it.
     stretch_bytes: Callable[[int], int] = lambda tokens: 0
 
     @property
@@ -76,14 +76,22 @@ def estimate(
     if cfg.states == "live":  # the target's weights are there already
         forward = drafter.config.target_hidden_size * 12 + drafter.config.intermediate_size * 4
         batch += 4 * forward * min(tokens, cfg.target_batch_tokens)
-    longest = max(e.tokens for update in updates for e in update)
+    lengths = {(e.tokens, bases_of(e).count) for update in updates for e in update}
+    longest = max(tokens for tokens, _ in lengths)
 
-    def stretch_bytes(tokens: int) -> int:
-        bases = max(1, min(STRETCH, tokens - 2))
-        one = Stretch("", "", "", "", 0, tokens, tokens - 1 - bases, None, bases=bases)
-        return part_bytes(drafter.config, cfg, [one], on_gpu, buffer)
+    def stretch_bytes(most: int) -> int:
+        cut = ((min(tokens, most), bases - max(0, tokens - most)) for tokens, bases in lengths)
+        lasts = (_last_stretch(tokens, bases) for tokens, bases in cut if bases > 0)
+        parts = (part_bytes(drafter.config, cfg, [last], on_gpu, buffer) for last in lasts)
+        return max(parts, default=0)
 
     return Need(fixed, batch, tokens * parts, longest, stretch_bytes)
+
+
+def _last_stretch(tokens: int, bases: int) -> Stretch:
+    """Of a conversation with so many base positions, cut as finely as any is."""
+    bases = min(STRETCH, bases)
+    return Stretch("", "", "", "", 0, tokens, tokens - 1 - bases, None, bases=bases)
 
 
 def part_bytes(
@@ -128,9 +136,9 @@ def check_memory(need: Need, available_bytes: int, cfg: TrainParams, device: tor
     elif need.stretch_bytes(need.longest_tokens) > room:
         # However many parts: one must hold the states of the longest conversation.
         length = bisect_right(range(need.longest_tokens), room, key=need.stretch_bytes) - 1
-        fits = (
-            f"max_tokens_per_row: {max(length, 0):,}, the longest here has {need.longest_tokens:,}"
-        )
+        fits = f"max_tokens_per_row: {length:,}, the longest here has {need.longest_tokens:,}"
+        if not need.stretch_bytes(length):
+            fits = "no batch: beside weights and optimizer not one position of a conversation does"
     else:
         # Attention grows faster than the batch, so a part cut by this factor surely fits.
         factor = need.batch_bytes / room

@@ -298,14 +298,14 @@ def _run(command: list[str], log: Path, env: dict[str, str], cwd: Path) -> dict[
             if wall_s > written + _WRITE_S:
                 write_json(file, [*before, [wall_s, cpu_s, peak]])
                 written = wall_s
+        pieces = [*before, [time.monotonic() - started, cpu_s, peak]]
+        write_json(file, pieces)
         if child.exit_code() != 0:
             raise UserError(
                 f"{command[1:3]} died (exit code {child.exit_code()}):\n{child.last_lines(12)}",
                 where=log,
                 next="mend it and run the notebook again: what is finished stays",
             )
-    pieces = [*before, [time.monotonic() - started, cpu_s, peak]]
-    write_json(file, pieces)
     walls, cpus, peaks = zip(*pieces, strict=True)
     return {
         "wall_s": round(sum(walls), 2),

@@ -11,6 +11,8 @@ from public_shapes import LLAMA_8B
 from eagle3lib.drafter.config import DrafterConfig
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import write_json
+from eagle3lib.lab.machine import ROOT
+from eagle3lib.lab.notebooks import read_notebook
 from eagle3lib.lab.params import PlanParams
 from eagle3lib.measure.arms import OWN, PLAIN, REFERENCE, RequestRow
 from eagle3lib.measure.loads import measured_loads
@@ -232,6 +234,21 @@ def test_float32_is_twice_the_bytes_and_the_drafters_own_width_counts(tmp_path):
     assert all(four[part] == pytest.approx(2 * two[part]) for part in two)
     numbers = 4096 * 32_000 + config.layer_parameters
     assert found["bfloat16"].draft_bytes(1) == 2 * numbers
+
+
+def test_the_notebook_takes_the_drafter_of_its_arm(tmp_path, monkeypatch):
+    """Of a benchmark that served named drafters, not the one that the run exported."""
+    monkeypatch.setenv("EAGLE3_OUTPUTS", str(tmp_path))
+    named = {"drafter": "/own", "reference_drafter": "/reference"}
+    write_json(tmp_path / "r" / "06_benchmark_serving" / "inputs.json", {"params": named})
+    cells = [c for c in read_notebook(ROOT / "notebooks/bench/roofline.ipynb").cells
+             if c.cell_type == "code"]  # fmt: skip
+    for arm, folder in ((OWN, "/own"), (REFERENCE, "/reference")):
+        values: dict[str, object] = {}
+        exec(cells[0].source, values)
+        values |= {"run": "r", "arm": arm}
+        exec(cells[1].source, values)
+        assert str(values["served"]) == folder
 
 
 def test_every_figure_holds_both_engines(tmp_path):

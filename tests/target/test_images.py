@@ -16,8 +16,15 @@ from eagle3lib.lab.params import CaptureParams
 from eagle3lib.target.capture import InProcess, capture
 from eagle3lib.target.engine import FromVllm
 from eagle3lib.target.folder import open_target
-from eagle3lib.target.images import image_size, patches_of, picture_names, processor_settings
+from eagle3lib.target.images import (
+    image_size,
+    open_picture,
+    patches_of,
+    picture_names,
+    processor_settings,
+)
 from eagle3lib.target.kimi_shaped import MEDIA_TOKEN, Size, new_text_tower, save_kimi_shaped
+from eagle3lib.target.layer_stats import pick_entries
 from eagle3lib.target.model import load_target
 from eagle3lib.target.phase import _layer_findings
 from eagle3lib.target.sglang_source import FromSglang
@@ -118,8 +125,10 @@ def test_another_image_changes_what_comes_after_it_alone(target, rows, store, tm
     with InProcess(target, SLOTS, "float32", 256) as source:
         ids = [row.prompt_token_ids + row.answer_token_ids]
         here, there = (source.states(ids, [picture_names(r.messages)])[0] for r in (row, other))
-    changed = (here - there).abs().amax((1, 2))
-    assert changed[:2].max() < 1e-5 < changed[2:].min(), changed
+    # As a share of the state. An expert's product has other rows beside it, so what is the same is
+    # rounded otherwise (4e-7, with either kind of kernels of a CPU); the image itself makes 3e-2.
+    changed = ((here - there).norm(dim=2) / here.norm(dim=2)).amax(1)
+    assert changed[:2].max() < 1e-5 and changed[2:].min() > 1e-3, changed
 
 
 def test_text_alone_is_the_text_tower(target, rows, store, tmp_path):
@@ -148,6 +157,18 @@ def test_the_layer_check_takes_rows_without_images(target, store, rows, tmp_path
     assert finding.severity == "warning" and "shows images" in finding.title
 
 
+def test_the_explorer_looks_at_conversations_without_images(target, rows, tmp_path):
+    """Its forward is the text model's alone."""
+    held = [type(row)(**(vars(row) | {"split": "heldout"})) for row in rows]
+    capture(target, held, tmp_path / "some", **SETTINGS)
+    store = StateStore(tmp_path / "some")
+    assert [e.id for e in pick_entries(store, 9, target.media_ids)] == [held[0].id]
+    assert len(pick_entries(store, 9, set())) == 3
+    capture(target, held[1:], tmp_path / "none", **SETTINGS)
+    with pytest.raises(UserError, match="without images"):
+        pick_entries(StateStore(tmp_path / "none"), 9, target.media_ids)
+
+
 @pytest.mark.parametrize("engine", [FromVllm, FromSglang])
 def test_engines_are_shown_no_images(target, rows, tmp_path, engine):
     source = engine(target, SLOTS, "float32", tmp_path / "work", 64)
@@ -171,6 +192,15 @@ def test_what_does_not_fit_is_refused(target, rows, image_id, tmp_path, change, 
     row = type(rows[1])(**(vars(rows[1]) | change(rows[1], image_id)))
     with pytest.raises(UserError, match=f"(?s){named}"):
         capture(target, [row], tmp_path, **SETTINGS)
+
+
+@pytest.mark.parametrize(
+    "name", ["http://127.0.0.1:9/a.png", "http://[", "data:image/png", "data:image/png;base64,AAAA"]
+)
+def test_a_picture_that_is_not_there_is_told(name):
+    """Nobody listens at the first address; the HTTP client has errors of its own."""
+    with pytest.raises(UserError, match="an image can't be read"):
+        open_picture(name)
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,13 @@ from eagle3lib.target.states import StateStore
 @pytest.fixture(scope="module")
 def found(tiny_target, tiny_model, tiny_states):
     store = StateStore(tiny_states)
-    entries = stats.pick_entries(store, 3)
+    entries = stats.pick_entries(store, 3, set())
     return stats.gather_states(store, entries, 10**6, tiny_target.num_layers, tiny_model)
 
 
 def test_the_stored_slots_are_the_layers_before_them(found, tiny_target, tiny_states):
     store = StateStore(tiny_states)
-    entries = stats.pick_entries(store, 3)
+    entries = stats.pick_entries(store, 3, set())
     stored = stats.gather_states(store, entries, 10**6, tiny_target.num_layers)
     assert torch.equal(stored.position, found.position)
     for index, layer in enumerate(stored.layers[:-1]):

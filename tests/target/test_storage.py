@@ -13,7 +13,9 @@ from eagle3lib.drafter.align import base_positions, base_span, teacher_index
 from eagle3lib.lab.errors import UserError
 from eagle3lib.target.capture import capture
 from eagle3lib.target.states import (
+    StateEntry,
     StateStore,
+    captured_row,
     check_shards,
     first_taught,
     ids_hash,
@@ -333,3 +335,13 @@ def test_export_in_the_layout_of_speculators(whole, tmp_path):
         assert torch.equal(file["hidden_states"][:, 3], row.last)
         assert torch.equal(file["token_ids"], row.token_ids)
         assert facts["conversations"][number]["id"] == entry.id
+
+
+def test_mean_square_of_a_long_conversation():
+    """12 million numbers: one fp32 sum of their squares is 0.7 % short."""
+    states = torch.randn(2000, 3, 2048, generator=torch.Generator().manual_seed(0))
+    row = captured_row(
+        StateEntry("a", "workload", "train", "", 0, 2000, 1, None), [0] * 2000, states
+    )
+    exact = float(states.double().square().mean())
+    assert mean_square(row) == pytest.approx(exact, rel=1e-5)

@@ -10,7 +10,7 @@ import torch
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import read_jsonl
 from eagle3lib.target.stream import LiveStates
-from eagle3lib.training import ablation
+from eagle3lib.training import ablation, ablation_cells
 from eagle3lib.training.ablation import lengths, run_ablation, share_of
 from eagle3lib.training.ablation_cells import Ablation, Cell, KeptStates, Workbench
 
@@ -73,12 +73,12 @@ def test_a_cell_that_fails_costs_the_others_nothing(job, results, tmp_path, monk
     def failing(bench, cell):
         seen.append(len(read_jsonl(tmp_path / "results.jsonl")))
         if cell.variant == "kl" and cell.seed == 0 and len(seen) < 4:
-            raise RuntimeError("out of memory")
+            raise UserError("out of memory", next="buy some")
         return run(bench, cell)
 
     monkeypatch.setattr(Workbench, "run", failing)
     mine = replace(job, out=tmp_path, seeds=(0,), variants=("kl", "lk+step_weight:1.0", "ce"))
-    with pytest.raises(UserError, match=r"(?s)1 of 3 cells failed; kl seed 0.*out of memory"):
+    with pytest.raises(UserError, match=r"1 of 3 cells failed; kl seed 0.*out of memory"):
         run_ablation(mine)
     assert seen == [0, 0, 1]
     assert {r["variant"] for r in read_jsonl(tmp_path / "results.jsonl")} == set(mine.variants[1:])
@@ -87,6 +87,20 @@ def test_a_cell_that_fails_costs_the_others_nothing(job, results, tmp_path, monk
     assert not list(tmp_path.rglob("failed.txt"))
     kl = next(r for r in results if (r["variant"], r["seed"]) == ("kl", 0))
     assert next(r for r in made if r["variant"] == "kl")["steps"] == kl["steps"]
+
+
+def test_a_training_of_other_settings_is_not_gone_on_with(job, results, tmp_path, monkeypatch):
+    """Its checkpoint has as many updates, so that nothing else would tell."""
+    one = replace(job, out=tmp_path, variants=("kl",), seeds=(0,))
+    monkeypatch.setattr(ablation_cells, "best_drafter", None)  # it fails when it is trained
+    with pytest.raises(UserError, match="kl seed 0: TypeError"):
+        run_ablation(replace(one, settings=(*one.settings, "learning_rate=0.01")))
+    [cell] = one.cells()
+    assert (cell.folder(tmp_path) / "checkpoints" / "last").exists()
+    monkeypatch.undo()
+    [made] = run_ablation(one)
+    kl = next(r for r in results if (r["variant"], r["seed"]) == ("kl", 0))
+    assert made["conversations"] == kl["conversations"] and made["steps"] == kl["steps"]
 
 
 @pytest.mark.slow

@@ -1,24 +1,27 @@
 """What is refused before a training starts, or stops it: each one message that names both sides."""
 
-import dataclasses
 import json
 import re
 import shutil
 import sys
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from eagle3lib.drafter.checkpoint import write_drafter
+from eagle3lib.drafter.config import DrafterConfig
+from eagle3lib.drafter.model import Drafter
 from eagle3lib.drafter.vocab import VocabMap, build_vocab_map
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import read_json, replace_folder
+from eagle3lib.lab.params import TrainParams
 from eagle3lib.target.states import StateStore
 from eagle3lib.training.data import trainable
 from eagle3lib.training.loop import Trainer
-from eagle3lib.training.memory import Need, check_memory
+from eagle3lib.training.memory import Need, check_memory, estimate, part_bytes
 from eagle3lib.training.start import new_drafter, trained_drafter
 
 
@@ -44,7 +47,7 @@ def test_nan_in_a_shard_is_named(
 
 
 def test_states_of_another_target_are_refused(params, folders, tiny_target, on):
-    other = dataclasses.replace(tiny_target, fingerprint="0123456789abcdef")
+    other = replace(tiny_target, fingerprint="0123456789abcdef")
     with pytest.raises(UserError, match=r"(?s)another target.*0123456789abcdef"):
         Trainer(params(), other, folders())
 
@@ -124,6 +127,22 @@ def test_a_conversation_that_fits_in_no_part_is_refused_with_the_longest_that_do
     longest = int(re.search(r"max_tokens_per_row: (\d+)", str(error.value))[1])
     assert 6 < longest < 28
     tried(low, max_tokens_per_row=longest)
+
+
+def test_a_long_prompt_is_no_long_stretch(on, tiny_target):
+    """Of 30,000 tokens before 20 answered ones only these 20 are unrolled; and where no length
+    fits the message names none: 0 would be all."""
+    cfg = TrainParams(precision="float32")
+    drafter = Drafter(DrafterConfig.for_target(tiny_target.config, 48))
+    rows = [on.entry(0, 30_020, 30_000), on.entry(1, 400, 300)]
+    need = estimate(drafter, cfg, [[row] for row in rows], 1, 0, torch.device("cpu"))
+    assert need.stretch_bytes(30_020) == need.batch_bytes
+    few = [part_bytes(drafter.config, cfg, [replace(row, tokens=n)]) for row, n in
+           ((rows[0], 30_005), (rows[1], 400))]  # fmt: skip
+    assert need.stretch_bytes(30_005) == max(few) and need.stretch_bytes(350) < few[1]
+    assert need.stretch_bytes(301) == 0
+    with pytest.raises(UserError, match=r"no batch: .*not one position"):
+        check_memory(need, int(1.16 * need.fixed_bytes), cfg, torch.device("cpu"))
 
 
 def test_enough_memory_is_not_refused(params):

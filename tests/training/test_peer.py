@@ -127,6 +127,8 @@ def test_a_killed_training_goes_on_and_counts_what_was_spent(tmp_path):
     peer.write_json(where / "pieces.json", [[2.0, 1.0, 10**12]])  # of other settings: forgotten
     with pytest.raises(UserError, match="exit code 3"):
         peer._once(where, {"epochs": 1}, run)
+    [[wall_s, *_]] = peer.read_json(where / "pieces.json")
+    assert 0.4 < wall_s < 60, "one that died by itself has taken its time, too"
     peer.write_json(where / "pieces.json", [[2.0, 1.0, 10**12]])  # as it would have written later
     done = peer._once(where, {"epochs": 1}, run)
     assert done.pieces == 2 and 2.5 < done.wall_s < 60 and done.cpu_s >= 1.0
