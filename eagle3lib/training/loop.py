@@ -223,7 +223,7 @@ class Trainer:
         shares = share_out(update, len(bad), self.cfg.steps)
         named = [e.id for share, flag in zip(shares, bad, strict=True) if flag for e in share]
         what = "loss" if any(bad) else "gradient"
-        ids = named or [e.id for e in update]
+        ids = list(dict.fromkeys(named)) or [e.id for e in update]  # a long one has several parts
         raise UserError(
             f"the {what} is not finite at update {self.at.update + 1}, in conversations "
             + ", ".join(ids[:8])

@@ -154,6 +154,14 @@ def test_nan_stops_before_the_weights_are_spoilt(train, kill, params, tiny_targe
     assert len(on.rows_of(where, "train")) == len(on.rows_of(whole, "train"))
 
 
+def test_a_conversation_in_stretches_is_named_once(params, folders, tiny_target, monkeypatch):
+    monkeypatch.setattr("eagle3lib.training.data.STRETCH", 3)
+    trainer = Trainer(params(accumulate=4), tiny_target, folders())
+    longest = max(trainer.selection.entries, key=lambda e: e.tokens)
+    with pytest.raises(UserError, match=rf"in conversations {longest.id}\n"):
+        trainer._check_finite([longest], [True] * 4, 1.0)
+
+
 # Real processes, really killed
 
 
