@@ -18,10 +18,14 @@ from eagle3lib.target.capture import capture
 from eagle3lib.target.folder import Target, open_target
 from eagle3lib.target.model import load_target
 
-# The tests share two cores with whatever else runs; tiny matrices gain nothing from threads.
-torch.set_num_threads(1)
-
 VOCAB = 300
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """The tests share two cores with whatever else runs; tiny matrices gain nothing from threads,
+    and what is tested may have raised their number for the tests after it."""
+    torch.set_num_threads(1)
 
 
 def save_tiny_target(folder: Path, seed: int = 0) -> Path:

@@ -119,8 +119,13 @@ def environment(threads: int, config: EngineConfig) -> dict[str, str]:
         env["VLLM_CUSTOM_SCOPES_FOR_PROFILING"] = "1"  # marks sampling and drafting in its traces
     if interpreter("vllm") != sys.executable:
         return env  # what follows knows this environment alone
+    shim = _metadata_shim()
+    if shim and config.gpus == 1:
+        # The model in the engine's own process: in one of its own, as a CPU has it otherwise, the
+        # engine waits for each step by spinning, on one of the cores that the step computes on.
+        env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     before = shared_environment(config).get("PYTHONPATH", os.environ.get("PYTHONPATH"))
-    env["PYTHONPATH"] = os.pathsep.join(p for p in (_metadata_shim(), before) if p)
+    env["PYTHONPATH"] = os.pathsep.join(p for p in (shim, before) if p)
     preload = _intel_openmp()
     if preload:
         env["LD_PRELOAD"] = os.pathsep.join(p for p in (preload, os.environ.get("LD_PRELOAD")) if p)

@@ -22,7 +22,7 @@ from eagle3lib.target.folder import open_target
 from eagle3lib.target.model import TargetHead, load_target
 from eagle3lib.training.loss import Teacher, draft_ids, label_steps, step_scale, ttt_loss
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 STEPS, TOKENS, UPDATES = 3, 40, 60
 QUESTIONS = (

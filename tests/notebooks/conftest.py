@@ -1,4 +1,4 @@
-"""The tiny run, made once for all tests that look at it (four minutes on a quiet machine)."""
+"""The tiny run, made once for all tests that look at it (five to ten minutes)."""
 
 from __future__ import annotations
 
