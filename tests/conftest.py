@@ -19,12 +19,13 @@ from eagle3lib.target.folder import Target, open_target
 from eagle3lib.target.model import load_target
 
 VOCAB = 300
+# The tests share two cores with whatever else runs; tiny matrices gain nothing from threads.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
-    """The tests share two cores with whatever else runs; tiny matrices gain nothing from threads,
-    and what is tested may have raised their number for the tests after it."""
+    """What is tested may have raised their number for the tests after it."""
     torch.set_num_threads(1)
 
 
