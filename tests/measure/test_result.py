@@ -222,6 +222,12 @@ def test_the_best_k_depends_on_the_load():
     assert best[0]["break_even"] == {"3": 2 / 1.4, "5": 2 / 1.6}
 
 
+def test_without_a_baseline_there_is_no_best_k():
+    known, unknown = lines((1, 3, 1.4, 1.3), (1, 5, 1.6, 1.5))
+    assert best_settings([known, unknown | {"speedup": None}])[0]["num_speculative_tokens"] == 3
+    assert best_settings([unknown | {"speedup": None}]) == []
+
+
 def test_a_gain_that_may_be_noise_starts_no_drafter(tmp_path):
     best = best_settings(lines((1, 3, 1.2, 0.9)))
     assert best[0]["num_speculative_tokens"] == 0 and not best[0]["sure"]

@@ -14,6 +14,7 @@ from fake_engine import FakeEngine
 
 from eagle3lib.data.rows import AnswerRow
 from eagle3lib.engine.bench_serve import BenchServe
+from eagle3lib.engine.client import BadReply, NotExact
 from eagle3lib.engine.config import EngineConfig
 from eagle3lib.engine.failures import DIED, MUTE, Failure
 from eagle3lib.lab.errors import UserError
@@ -378,3 +379,15 @@ def test_a_lone_requests_chunks_are_its_rounds_where_the_engine_tells_none(tmp_p
     counts = asker.ask(server, PROMPTS[0], Point(kind), 9).counts
     assert (counts.rounds, counts.accepted) == (3, 5)
     engine.close()
+
+
+def test_a_prompt_that_the_template_refuses_is_a_message(tmp_path):
+    class Renderer:
+        def prompt(self, asked):
+            raise NotExact("refused turn", "no tools")
+
+    asker = Asker(CFG, tmp_path, "vllm", 3)
+    asker._renderer = Renderer()
+    server = type("Server", (), {"url": "http://127.0.0.1:9", "config": EngineConfig(tmp_path)})
+    with pytest.raises(BadReply, match=r"p0.*refused turn: no tools"):
+        asker.ask(server, PROMPTS[0], Point("sglang"), 9)
