@@ -29,7 +29,8 @@ _START_S, _RUN_S = 90.0, 400.0
 _TOKEN = "of-a-test"
 # What a person presses; the dialog that asks "Restart?" is answered below.
 _RESTART_AND_RUN = "void jupyterapp.commands.execute('notebook:restart-run-all')"
-_PANEL = "jupyterapp.shell.currentWidget"
+# None before Lab is up. Not `currentWidget`, which follows the focus: a headless page has none.
+_PANEL = "(window.jupyterapp && [...jupyterapp.shell.widgets('main')].find(w => w.sessionContext))"
 # Of the model, not of the page: Lab draws only the cells in sight.
 _CELLS = f"""(p => p && p.content && p.content.model && p.sessionContext.session && {{
   path: p.context.path, kernel: p.sessionContext.kernelDisplayStatus,
@@ -99,6 +100,7 @@ def open_and_run(tab, address, path):
         _CELLS, lambda p: p and p["path"] == path and p["kernel"] == "idle", _START_S
     )
     assert not any(cell["outputs"] for cell in opened["cells"])
+    tab.find(f"jupyterapp.shell.activateById({_PANEL}.id)")
     tab.find(_RESTART_AND_RUN)
     confirm = "document.querySelector('.jp-Dialog .jp-mod-accept')"
     tab.wait_for(f"!!{confirm}", bool)
