@@ -26,7 +26,7 @@ from eagle3lib.drafter.weights import read_weights
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import read_json, read_jsonl
 from eagle3lib.lab.finding import Finding
-from eagle3lib.measure.arms import OWN, RequestRow, drafter_folder, read_requests
+from eagle3lib.measure.arms import OWN, RequestRow, drafter_folder, exported_drafter, read_requests
 from eagle3lib.target.folder import Target
 from eagle3lib.target.model import DTYPES, TargetHead
 from eagle3lib.target.states import StateStore
@@ -104,7 +104,7 @@ def read_material(
         benchmark=benchmark,
     )  # fmt: skip
     own = drafter_folder(folder, OWN)
-    if own == folder / "05_export_drafter" / "drafter":
+    if own == exported_drafter(folder):
         _read_data(m, folder)
         _read_training(m, folder)
     _read_export(m, own)

@@ -17,7 +17,7 @@ from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.explore import finished_run
 from eagle3lib.lab.files import read_json
 from eagle3lib.lab.machine import cores
-from eagle3lib.measure.arms import OWN, drafter_folder, read_requests
+from eagle3lib.measure.arms import OWN, drafter_folder, exported_drafter, read_requests
 from eagle3lib.target.folder import Target
 from eagle3lib.target.model import DTYPES, TargetHead
 
@@ -96,9 +96,9 @@ def _drafter_of(run: str, arm: str) -> Path:
     """The folder of an arm's drafter, the phase that it comes with finished: a run that names its
     drafter has no export."""
     folder = finished_run(run)
-    found, export = drafter_folder(folder, arm), "05_export_drafter"
-    is_own = found.is_relative_to(folder / export)
-    finished_run(run, export if is_own else "06_benchmark_serving")
+    found = drafter_folder(folder, arm)
+    is_own = found == exported_drafter(folder)
+    finished_run(run, "05_export_drafter" if is_own else "06_benchmark_serving")
     return found
 
 

@@ -66,6 +66,11 @@ class RequestRow:
         return self.point, self.arm, self.prompt, self.repeat
 
 
+def exported_drafter(run: Path) -> Path:
+    """Where phase 05 of a run puts its drafter, made or not."""
+    return run / "05_export_drafter" / "drafter"
+
+
 def own_drafter(phase: Phase, cfg: BenchmarkParams) -> Path:
     """The folder of the last arm: the run's export, or the one that is to be measured for it."""
     if cfg.drafter:
@@ -101,7 +106,7 @@ def drafter_folder(run: Path, arm: str) -> Path:
     params = read_json(recorded)["params"] if recorded.exists() else {}
     named = params.get("drafter" if arm == OWN else "reference_drafter")
     if arm == OWN and not named:
-        return run / "05_export_drafter" / "drafter"
+        return exported_drafter(run)
     if not named:
         raise UserError(
             f"run {run.name!r} has no arm {arm!r}",

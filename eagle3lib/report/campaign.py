@@ -20,7 +20,7 @@ from eagle3lib.lab.large import freed
 from eagle3lib.lab.machine import ROOT
 from eagle3lib.lab.params import PHASES
 from eagle3lib.lab.run import outdated_by, run_folder, whole_phases
-from eagle3lib.measure.arms import OWN, PLAIN, REFERENCE, drafter_folder
+from eagle3lib.measure.arms import OWN, PLAIN, REFERENCE, drafter_folder, exported_drafter
 
 GATES = {"baseline": PLAIN, "reference": REFERENCE, "own": OWN}
 _BENCHMARK = "06_benchmark_serving"
@@ -187,7 +187,7 @@ def _next_steps(folder: Path, phases: list[PhaseLine]) -> list[tuple[str, str]]:
         return [(f"{why}; go on with", f"eagle3 run {_profile(folder)}")]
     drafter = drafter_folder(folder, OWN)
     share = ("all phases are done; share the result", f"eagle3 report {run} --bundle {run}.zip")
-    if not drafter.is_relative_to(folder):  # somebody's, with a card of its own
+    if drafter != exported_drafter(folder):  # somebody's, with a card of its own
         return [share]
     return [
         share,
