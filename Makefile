@@ -126,5 +126,5 @@ setup-sglang: ## Create .venv-sglang: SGLang in an environment of its own (Linux
 conda: ## Create the conda environment "eagle3" from environment.yml
 	PIP_NO_DEPS=1 PIP_EXTRA_INDEX_URL=$(TORCH_INDEX) conda env create -f environment.yml
 
-clean: ## Remove the runs (outputs/examples stays); the environment stays
-	find outputs -mindepth 1 -maxdepth 1 ! -name examples ! -name .servers -exec rm -rf {} +
+clean: ## Remove the runs; what is shipped in outputs/ (examples, reference) and the environment stay
+	find outputs -mindepth 1 -maxdepth 1 ! -name examples ! -name reference ! -name .servers -exec rm -rf {} +

@@ -28,13 +28,12 @@ def note(
     """
     from eagle3lib.lab.journal import record, skip_gate
     from eagle3lib.lab.profile import phase_name
-    from eagle3lib.lab.run import run_folder
+    from eagle3lib.lab.run import existing_run
     from eagle3lib.measure.arms import PLAIN
-    from eagle3lib.report.campaign import GATES, read_campaign
+    from eagle3lib.report.campaign import GATES
     from eagle3lib.report.page import refresh_page
 
-    read_campaign(run)  # there is such a run
-    folder = run_folder(run)
+    folder = existing_run(run)
     if skip:
         if skip not in GATES and skip not in GATES.values():
             raise UserError(f"no gate {skip!r}", expected=", ".join(GATES))
@@ -84,7 +83,7 @@ def clean(
     """
     from eagle3lib.lab.clean import KINDS, survey
     from eagle3lib.lab.clean import clean as free
-    from eagle3lib.report.campaign import duration_text, size_text
+    from eagle3lib.lab.words import duration_text, size_text
     from eagle3lib.report.page import refresh_page
 
     named = [part.strip() for part in what.split(",") if part.strip()]

@@ -85,15 +85,13 @@ def profile(
 
 
 def _folder(target: str, out: Path | None, run: str) -> Path:
-    from eagle3lib.lab.run import outputs_root, run_folder
+    from eagle3lib.lab.run import existing_run, outputs_root
     from eagle3lib.measure.profile import FOLDER
 
     if out is not None and run:
         raise UserError("both --out and --run", expected="one of them: a run's has its own place")
     if run:
-        if not (run_folder(run) / "manifest.json").exists():
-            raise UserError(f"there is no run {run!r}", where=run_folder(run), next="eagle3 run")
-        return run_folder(run) / FOLDER
+        return existing_run(run) / FOLDER
     name = re.sub(r"[^\w.-]+", "-", Path(target).name)
     return out or outputs_root() / "profiles" / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 

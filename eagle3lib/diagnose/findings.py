@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from eagle3lib.lab.finding import Finding
-from eagle3lib.measure.summary import interval_text
+from eagle3lib.lab.words import interval_text
 
 _MANY_ROUNDS = 100
 # bfloat16 keeps 8 bits: logits near 20 are 0.06 to 0.12 apart, and layers add up to a few of those.

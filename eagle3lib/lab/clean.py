@@ -18,7 +18,7 @@ from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import read_json, write_json
 from eagle3lib.lab.journal import record
 from eagle3lib.lab.large import LARGE, freed
-from eagle3lib.lab.run import lock_phase, outdated_by, run_folder, whole_phases
+from eagle3lib.lab.run import existing_run, lock_phase, outdated_by, whole_phases
 
 PREVIOUS = "previous"
 KINDS = (*LARGE, PREVIOUS)
@@ -41,9 +41,7 @@ class Kind:
 
 def survey(run: str) -> list[Kind]:
     """Every kind of large files of a run. Raises ``UserError`` for a run that is not there."""
-    folder = run_folder(run)
-    if not (folder / "manifest.json").exists():
-        raise UserError(f"there is no run {run!r}", where=folder, next="eagle3 run demo")
+    folder = existing_run(run)
     found = [_kind(folder, name) for name in LARGE]
     # What a rerun set aside: nothing reads it, nothing makes it again.
     aside = tuple(sorted(p for p in folder.glob("*.previous") if p.is_dir()))
@@ -82,7 +80,7 @@ def clean(run: str, kinds: Iterable[str], *, force: bool = False, who: str = "")
     Raises ``UserError`` for a kind that a phase still needs (unless ``force``), that is not whole,
     and while a phase that makes or reads it runs; nothing is freed then.
     """
-    folder = run_folder(run)
+    folder = existing_run(run)
     asked = set(kinds)
     if unknown := asked - set(KINDS):
         raise UserError(f"no kind {', '.join(sorted(unknown))}", expected=", ".join(KINDS))

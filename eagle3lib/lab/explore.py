@@ -12,7 +12,7 @@ from pydantic import Field
 
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.phase_params import NotebookParams
-from eagle3lib.lab.run import run_folder
+from eagle3lib.lab.run import existing_run, run_folder
 
 # Told by its word as a parameter; measure/arms.py names the arms.
 WhichDrafter = Literal["own", "reference"]
@@ -102,11 +102,7 @@ def explore_folder(run: str) -> Path:
 def finished_run(run: str, *phases: str) -> Path:
     """The folder of a run whose ``phases`` are whole. Raises ``UserError`` that names what it lacks
     and the command that makes it."""
-    folder = run_folder(run)
-    if not (folder / "manifest.json").exists():
-        raise UserError(
-            f"there is no run {run!r}", where=folder, next=f"eagle3 run PROFILE run={run}"
-        )
+    folder = existing_run(run)
     lacking = [name for name in phases if not (folder / name / "manifest.json").exists()]
     if lacking:
         numbers = " ".join(name.split("_")[0] for name in lacking)

@@ -34,6 +34,8 @@ Dtype = Annotated[Literal["bfloat16", "float32"], BeforeValidator(_settled)]
 # What `eagle3 run` tells a notebook: JSON of parameter -> where its value comes from.
 SOURCES_VARIABLE = "EAGLE3_PARAMETER_SOURCES"
 ENGINE_SETTINGS = "NAME-and-value words, see eagle3 serve --settings"
+# Folders of outputs/ that are tracked; `make clean` keeps them.
+SHIPPED = ("examples", "reference")
 _FILE_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".txt", ".gz", ".zst")
 
 
@@ -52,8 +54,8 @@ class NotebookParams(BaseModel):
     @field_validator("run")
     @classmethod
     def _run_is_a_folder_name(cls, value: str) -> str:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value) or value == "examples":
-            raise ValueError("a run's name is letters, digits, '.', '_', '-', and not 'examples'")
+        if problem := run_name_problem(value):
+            raise ValueError(problem)
         return value
 
     @classmethod
@@ -145,6 +147,15 @@ class PhaseParams(NotebookParams):
         the repository); what comes from the Hub has none."""
         named = {field: getattr(self, field) for field in self.FILES}
         return {f: resolve(value) for f, value in named.items() if value and not hub_id(value)}
+
+
+def run_name_problem(name: str) -> str:
+    """Why ``name`` can't be a run's; "" where it can."""
+    if name in SHIPPED:
+        return f"outputs/{name} comes with the repository: no run may have its name"
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        return "a run's name is letters, digits, '.', '_' and '-', a letter or digit first"
+    return ""
 
 
 def resolve(path: str) -> Path:

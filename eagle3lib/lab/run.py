@@ -37,7 +37,7 @@ from eagle3lib.lab.journal import keep_profile, read_journal, record
 from eagle3lib.lab.large import freed, is_freed, to_make_again
 from eagle3lib.lab.machine import ROOT, describe_machine, git_state, versions
 from eagle3lib.lab.params import PHASES
-from eagle3lib.lab.phase_params import PhaseParams
+from eagle3lib.lab.phase_params import PhaseParams, run_name_problem
 from eagle3lib.lab.progress import Progress, write_progress
 
 State = Literal["new", "stale", "resume", "done", "freed"]
@@ -49,6 +49,19 @@ def outputs_root() -> Path:
 
 def run_folder(run: str) -> Path:
     return outputs_root() / run
+
+
+def existing_run(run: str) -> Path:
+    """The folder of a run that has begun. Raises ``UserError`` where there is none, and for a name
+    that no run can have, which could lead out of the folder of runs."""
+    if problem := run_name_problem(run):
+        raise UserError(f"{run!r} is no run: {problem}", where=outputs_root())
+    folder = run_folder(run)
+    if not (folder / "manifest.json").exists():
+        raise UserError(
+            f"there is no run {run!r}", where=folder, next=f"eagle3 run PROFILE run={run}"
+        )
+    return folder
 
 
 @dataclass

@@ -10,6 +10,7 @@ import pandas as pd
 
 from eagle3lib.engine.vllm import engine_version
 from eagle3lib.lab.params import BenchmarkParams
+from eagle3lib.lab.words import interval_text
 from eagle3lib.measure.arms import (
     OWN,
     PLAIN,
@@ -28,7 +29,6 @@ from eagle3lib.measure.result import arm_result, reference_of
 __all__ = [
     "arms_table",
     "check_benchmark",
-    "interval_text",
     "outside_table",
     "points_table",
     "summarise",
@@ -180,13 +180,6 @@ def lossless_tests(samples: Sequence[dict[str, Any]], cfg: BenchmarkParams) -> l
             named = {"engine": engine, "steps": steps, "temperature": heat, "arm": arm}
             out.append(named | test.as_dict())
     return out
-
-
-def interval_text(speedup: dict[str, Any]) -> str:
-    """The 95 % interval of a speed-up as people read it."""
-    if speedup["low"] is None:
-        return "too few prompts"
-    return f"{speedup['low']:.2f} to {speedup['high']:.2f}"
 
 
 def arms_table(metrics: dict[str, Any]) -> pd.DataFrame:

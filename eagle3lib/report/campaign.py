@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,8 @@ from eagle3lib.lab.journal import DECISIONS, read_journal
 from eagle3lib.lab.large import freed
 from eagle3lib.lab.machine import ROOT
 from eagle3lib.lab.params import PHASES
-from eagle3lib.lab.run import outdated_by, run_folder, whole_phases
+from eagle3lib.lab.run import existing_run, outdated_by, whole_phases
+from eagle3lib.lab.words import duration_text, now_text, size_text, time_text
 from eagle3lib.measure.arms import OWN, PLAIN, REFERENCE, drafter_folder, exported_drafter
 
 GATES = {"baseline": PLAIN, "reference": REFERENCE, "own": OWN}
@@ -63,14 +63,12 @@ class Campaign:
 
 def read_campaign(run: str) -> Campaign:
     """Raises ``UserError`` where there is no such run."""
-    folder = run_folder(run)
-    if not (folder / "manifest.json").exists():
-        raise UserError(f"there is no run {run!r}", where=folder, next="eagle3 run demo")
+    folder = existing_run(run)
     events = read_journal(folder)
     whole = whole_phases(folder)
     phases = [_phase(folder, name, whole.get(name), events) for name in PHASES]
     decisions = [
-        {"when": shown_time(e["when"]), "who": e["who"], "phase": e.get("phase", ""),
+        {"when": time_text(e["when"]), "who": e["who"], "phase": e.get("phase", ""),
          "text": _decision(e)}
         for e in events
         if e["what"] in DECISIONS
@@ -110,8 +108,8 @@ def _phase(
 def _unfinished(folder: Path, name: str, mine: list[dict[str, Any]]) -> tuple[str, str]:
     last = mine[-1] if mine else {"what": "", "when": ""}
     if last["what"] == "failed":
-        return "failed", f"{shown_time(last['when'])}: {last['error']}"
-    since = f"began {shown_time(last['when'])}" if last["when"] else ""
+        return "failed", f"{time_text(last['when'])}: {last['error']}"
+    since = f"began {time_text(last['when'])}" if last["when"] else ""
     progress = folder / name / "progress.json"
     quiet_s = time.time() - progress.stat().st_mtime if progress.exists() else None
     held = _is_locked(folder / f".{name}.lock")
@@ -210,14 +208,6 @@ def shown_path(path: Path) -> str:
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
 
 
-def shown_time(iso: str) -> str:
-    return iso[:16].replace("T", " ") + " UTC" if iso else ""
-
-
-def now_text() -> str:
-    return shown_time(datetime.now(UTC).isoformat())
-
-
 def progress_text(path: Path) -> str:
     """``answers 3 of 40 rows, 1:20 left``; empty where a phase has told nothing yet."""
     try:
@@ -230,24 +220,10 @@ def progress_text(path: Path) -> str:
     return f"{now['what']} {now['done']:,.0f} of {now['total']:,} {now['unit']}{left}"
 
 
-def size_text(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
-
-
-def duration_text(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
 def status_text(run: str) -> str:
     """What ``eagle3 status`` prints."""
+    folder = existing_run(run)
     campaign = read_campaign(run)
-    folder = run_folder(run)
     target = read_json(folder / "manifest.json")["target"]["name"]
     lines = [f"run {run}, target {target}, {now_text()}", ""]
     for p in campaign.phases:

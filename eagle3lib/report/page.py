@@ -18,12 +18,13 @@ from eagle3lib.lab.finding import raise_errors
 from eagle3lib.lab.machine import ROOT
 from eagle3lib.lab.notebooks import NOTEBOOKS, read_notebook
 from eagle3lib.lab.params import PHASES
-from eagle3lib.lab.run import outdated_by, outputs_root, run_folder, whole_phases
+from eagle3lib.lab.run import existing_run, outdated_by, outputs_root, whole_phases
+from eagle3lib.lab.words import duration_text, interval_text, now_text, size_text
 from eagle3lib.measure.arms import OWN, PLAIN, drafter_folder, read_requests, read_sweeps
 from eagle3lib.measure.profile import FOLDER as PROFILE
 from eagle3lib.measure.profile import drafter_fingerprint, read_profile
-from eagle3lib.measure.summary import check_benchmark, interval_text
-from eagle3lib.report.campaign import duration_text, now_text, read_campaign, size_text
+from eagle3lib.measure.summary import check_benchmark
+from eagle3lib.report.campaign import read_campaign
 from eagle3lib.report.figures import acceptance_per_step, arms_bars, heldout_curves, load_words
 from eagle3lib.report.html import page_template, render_notebook, render_run
 from eagle3lib.report.profile_figures import profile_bars
@@ -40,9 +41,7 @@ def build_page(run: str, *, copy_to: Path | None = None, plotly_js: str = "cdn")
     Raises ``UserError`` when there is no such run, and when its benchmark is impossible (a speed-up
     above the acceptance length): such a report is not written.
     """
-    folder = run_folder(run)
-    if not (folder / "manifest.json").exists():
-        raise UserError(f"there is no run {run!r}", where=folder, next="eagle3 run demo")
+    folder = existing_run(run)
     metrics = phase_metrics(folder)
     benchmark = metrics.get("06_benchmark_serving")
     if benchmark:
@@ -164,8 +163,7 @@ def _content(folder: Path, metrics: dict[str, Any], plotly_js: bool | str) -> di
 
 def page_figures(run: str) -> dict[str, go.Figure]:
     """The figures of a run's page by name. Raises ``UserError`` where there is no such run."""
-    read_campaign(run)
-    folder = run_folder(run)
+    folder = existing_run(run)
     metrics, figures = phase_metrics(folder), {}
     diagnosis = metrics.get("07_diagnose_acceptance")
     if diagnosis:

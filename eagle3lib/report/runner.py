@@ -22,6 +22,7 @@ from eagle3lib.lab.run import (
     phase_state,
     run_folder,
 )
+from eagle3lib.lab.words import duration_text
 from eagle3lib.report.campaign import progress_text
 from eagle3lib.report.page import answer_numbers, build_page, phase_metrics, refresh_page
 from eagle3lib.target.folder import open_target
@@ -70,7 +71,7 @@ def run_profile(params: dict[str, PhaseParams], phases: list[str], *, force: boo
         refresh_page(first.run)
         seconds = time.monotonic() - started
         clock.done(name, seconds)
-        print(f"{head}: done in {_clock_text(seconds)}", flush=True)
+        print(f"{head}: done in {duration_text(seconds)}", flush=True)
     _print_answer(build_page(first.run), folder)
 
 
@@ -140,7 +141,7 @@ class _Clock:
         return now + sum(self._expected(n) for n in self._left if n != name)
 
     def estimate(self, name: str) -> str:
-        return f"; about {_clock_text(self.left_s(name))} left in all"
+        return f"; about {duration_text(self.left_s(name))} left in all"
 
 
 @contextmanager
@@ -152,7 +153,7 @@ def _show_progress(path: Path, head: str, clock: _Clock, name: str) -> Iterator[
     def follow() -> None:
         started, shown = time.monotonic(), ""
         while not stop.wait(1.0 if terminal else 20.0):
-            line = f"{head}: {_progress(path)}all left about " + _clock_text(
+            line = f"{head}: {_progress(path)}all left about " + duration_text(
                 clock.left_s(name, time.monotonic() - started)
             )
             if terminal:
@@ -170,11 +171,6 @@ def _show_progress(path: Path, head: str, clock: _Clock, name: str) -> Iterator[
     finally:
         stop.set()
         thread.join()
-
-
-def _clock_text(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}:{rest:02d} min"
 
 
 def _progress(path: Path) -> str:

@@ -1,5 +1,7 @@
 """What is freed, what is kept, and that nobody takes a freed run for a damaged one."""
 
+import subprocess
+
 import pytest
 
 from eagle3lib.lab import run
@@ -8,7 +10,9 @@ from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import read_json
 from eagle3lib.lab.journal import read_journal
 from eagle3lib.lab.large import LARGE
+from eagle3lib.lab.machine import ROOT
 from eagle3lib.lab.params import PHASES
+from eagle3lib.lab.phase_params import SHIPPED
 from eagle3lib.lab.run import begin, gather_inputs, phase_state, run_folder
 
 TARGET = "0123456789abcdef"
@@ -102,3 +106,22 @@ def test_an_unknown_kind_frees_nothing(whole):
     with pytest.raises(UserError, match="no kind weights"):
         clean("r", ["states", "weights"])
     assert (whole / STATES / "states").exists()
+
+
+@pytest.mark.parametrize("name", [*SHIPPED, "../elsewhere", "examples/demo"])
+def test_what_is_no_run_is_never_looked_into(name):
+    with pytest.raises(UserError, match="is no run"):
+        clean(name, ["states"])
+
+
+def test_make_clean_removes_runs_and_nothing_that_is_shipped(tmp_path):
+    tracked = subprocess.run(
+        ["git", "-C", str(ROOT), "ls-files", "outputs"], capture_output=True, text=True
+    ).stdout.split()
+    if tracked:  # a checkout, not an unpacked archive
+        assert {path.split("/")[1] for path in tracked} == set(SHIPPED)
+    for name in (*SHIPPED, ".servers", "demo"):
+        (tmp_path / "outputs" / name).mkdir(parents=True)
+    subprocess.run(["make", "-s", "-C", str(tmp_path), "-f", str(ROOT / "Makefile"), "clean"],
+                   check=True)  # fmt: skip
+    assert {p.name for p in (tmp_path / "outputs").iterdir()} == {*SHIPPED, ".servers"}

@@ -72,7 +72,7 @@ def test_every_problem_is_a_line_of_one_error():
 
 
 @pytest.mark.parametrize(
-    "run", ["a/b", "../up", "/abs", "", ".", "..", ".hidden", "a b", "a\n", "examples"]
+    "run", ["a/b", "../up", "/abs", "", ".", "..", ".hidden", "a b", "a\n", "examples", "reference"]
 )
 def test_a_run_name_that_is_no_plain_folder_name_is_refused(run):
     assert "'run'" in refused(TrainParams, run=run)
