@@ -3,9 +3,9 @@
     outputs/RUN/journal.jsonl   {"when": UTC, "who": login name, "what": KIND, "phase": ..., ...}
     outputs/RUN/profile.yaml    the parameters that every phase last began with
 
-Kinds: ``started`` (with ``why``), ``finished``, ``failed`` (with ``error``), ``note``,
-``gate skipped`` (with ``gate`` and ``why``), ``freed``. Together the two files let somebody else
-pick the run up.
+Kinds: ``started`` (with ``why``, ``host`` and ``pid``), ``finished``, ``failed`` (with ``error``),
+``note``, ``gate skipped`` (with ``gate`` and ``why``), ``freed``. Together the two files let
+somebody else pick the run up.
 """
 
 from __future__ import annotations

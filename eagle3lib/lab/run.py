@@ -20,6 +20,7 @@ from __future__ import annotations
 import html
 import json
 import os
+import platform
 import shutil
 import time
 from collections.abc import Iterable, Iterator
@@ -40,6 +41,8 @@ from eagle3lib.lab.params import PHASES
 from eagle3lib.lab.phase_params import PhaseParams, run_name_problem
 from eagle3lib.lab.progress import Progress, write_progress
 
+# Who asks whether a phase runs holds its lock for an instant (report/campaign.py).
+_LOCK_S = 1.0
 State = Literal["new", "stale", "resume", "done", "freed"]
 
 
@@ -251,7 +254,8 @@ def begin(params: PhaseParams, target_fingerprint: str) -> Phase:
     if state == "stale":
         _set_aside(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    record(run, "started", phase=params.PHASE, why=why, state=state, earlier_s=earlier_s)
+    where = {"host": platform.node(), "pid": os.getpid()}
+    record(run, "started", phase=params.PHASE, why=why, state=state, earlier_s=earlier_s, **where)
     keep_profile(run, {params.PHASE: params})
     write_json(folder / "inputs.json", inputs)
     (folder / "manifest.json").unlink(missing_ok=True)
@@ -278,7 +282,7 @@ def lock_phase(run: str, phase: str) -> FileLock:
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path, is_singleton=True)  # the same notebook may begin again
     try:
-        lock.acquire(timeout=0)
+        lock.acquire(timeout=_LOCK_S)
     except Timeout:
         raise UserError(
             f"{phase} of run {run!r} is running in another process",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 import zipfile
@@ -11,7 +12,7 @@ import plotly.io
 from plotly.offline import get_plotlyjs
 
 from eagle3lib.lab.errors import UserError
-from eagle3lib.lab.files import read_json, write_atomic, write_text
+from eagle3lib.lab.files import read_json, read_jsonl, write_atomic, write_text
 from eagle3lib.lab.params import PHASES
 from eagle3lib.lab.run import run_folder
 from eagle3lib.report.page import build_page, forget_machine, page_figures
@@ -35,10 +36,17 @@ def write_bundle(run: str, out: Path) -> Path:
             if (folder / name).exists():
                 (root / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(folder / name, root / name)
+        _forget_processes(root / "journal.jsonl")
         forget_machine(root, _absolute_paths(folder))
         write_text(root / "plotly.min.js", get_plotlyjs())
         write_atomic(out, lambda temporary: _zip(root, temporary))
     return out
+
+
+def _forget_processes(journal: Path) -> None:
+    """Which machine ran a phase is of use to those who can reach it."""
+    events = [{k: v for k, v in e.items() if k not in ("host", "pid")} for e in read_jsonl(journal)]
+    write_text(journal, "".join(json.dumps(e, ensure_ascii=False) + "\n" for e in events))
 
 
 def _absolute_paths(folder: Path) -> set[str]:

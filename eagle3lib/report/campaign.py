@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from eagle3lib.lab.journal import DECISIONS, read_journal
 from eagle3lib.lab.large import freed
 from eagle3lib.lab.machine import ROOT
 from eagle3lib.lab.params import PHASES
+from eagle3lib.lab.profile import load_profile
 from eagle3lib.lab.run import existing_run, outdated_by, whole_phases
 from eagle3lib.lab.words import duration_text, now_text, size_text, time_text
 from eagle3lib.measure.arms import OWN, PLAIN, REFERENCE, drafter_folder, exported_drafter
@@ -30,8 +32,9 @@ _ON_THE_WAY = ("failed", "interrupted", "out of date", "waiting")
 
 @dataclass(frozen=True)
 class PhaseLine:
-    """``state``: waiting, running, done, out of date, failed or interrupted. ``why``: the reason of
-    the last rerun. ``duration_s`` and ``bytes`` of a phase that is whole."""
+    """``state``: waiting, running, done, out of date, failed, interrupted or skipped (no phase of
+    this run reads it). ``why``: the reason of the last rerun. ``duration_s`` of a phase that is
+    whole, ``bytes`` also of one that is not, ``holder``: who runs it, in which process, where."""
 
     name: str
     state: str
@@ -41,6 +44,7 @@ class PhaseLine:
     bytes: int | None = None
     finished: str = ""
     report: str | None = None
+    holder: str = ""
 
 
 @dataclass(frozen=True)
@@ -60,13 +64,18 @@ class Campaign:
     decisions: list[dict[str, str]]
     next_steps: list[tuple[str, str]]  # why, command
 
+    @property
+    def running(self) -> bool:
+        return any(p.state == "running" for p in self.phases)
+
 
 def read_campaign(run: str) -> Campaign:
     """Raises ``UserError`` where there is no such run."""
     folder = existing_run(run)
     events = read_journal(folder)
     whole = whole_phases(folder)
-    phases = [_phase(folder, name, whole.get(name), events) for name in PHASES]
+    left_out = _left_out(folder)
+    phases = [_phase(folder, n, whole.get(n), events, left_out.get(n, "")) for n in PHASES]
     decisions = [
         {"when": time_text(e["when"]), "who": e["who"], "phase": e.get("phase", ""),
          "text": _decision(e)}
@@ -78,7 +87,11 @@ def read_campaign(run: str) -> Campaign:
 
 
 def _phase(
-    folder: Path, name: str, done: dict[str, Any] | None, events: list[dict[str, Any]]
+    folder: Path,
+    name: str,
+    done: dict[str, Any] | None,
+    events: list[dict[str, Any]],
+    left_out: str,
 ) -> PhaseLine:
     mine = [e for e in events if e.get("phase") == name and e["what"] not in DECISIONS]
     starts = [e for e in mine if e["what"] == "started"]
@@ -100,9 +113,51 @@ def _phase(
             name, state, detail, why, done["duration_s"], done["bytes"], done["finished"], link
         )
     if not (folder / name / "inputs.json").exists():
-        return PhaseLine(name, "waiting")
+        return PhaseLine(name, "skipped" if left_out else "waiting", left_out)
     state, detail = _unfinished(folder, name, mine)
-    return PhaseLine(name, state, detail, why, report=link)
+    holder = _holder(starts[-1]) if state == "running" and starts else ""
+    size = _bytes_so_far(folder / name)
+    return PhaseLine(name, state, detail, why, bytes=size, report=link, holder=holder)
+
+
+def _left_out(folder: Path) -> dict[str, str]:
+    """Phases that this run goes without, and why: a later one has begun, and neither what has begun
+    nor what follows reads them. ``eagle3 run PROFILE 01 06 07 drafter=FOLDER`` trains nothing."""
+    begun = [n for n in PHASES if (folder / n / "inputs.json").exists()]
+    try:
+        params = load_profile(str(folder / "profile.yaml"))
+    except UserError:  # none was kept, or it is of another version
+        return {}
+    names = list(PHASES)
+    last = max(map(names.index, begun), default=-1)
+    needed, asked = set(), [*begun, *names[last + 1 :]]
+    while asked:
+        name = asked.pop()
+        if name not in needed:
+            needed.add(name)
+            asked += params[name].upstream()
+    drafter = getattr(params[_BENCHMARK], "drafter", "")
+    reason = "left out, no phase of this run reads it"
+    instead = f"{reason}: {_BENCHMARK} measures {Path(drafter).name}"
+    return {
+        name: instead if drafter and name != names[0] else reason
+        for name in names
+        if name not in needed
+    }
+
+
+def _holder(start: dict[str, Any]) -> str:
+    if "pid" not in start:  # a journal of before
+        return str(start["who"])
+    return f"{start['who']}, process {start['pid']} on {start['host']}"
+
+
+def _bytes_so_far(folder: Path) -> int:
+    size = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # renamed into place meanwhile
+            size += path.lstat().st_size if path.is_file() else 0
+    return size
 
 
 def _unfinished(folder: Path, name: str, mine: list[dict[str, Any]]) -> tuple[str, str]:
@@ -174,15 +229,19 @@ def _decision(event: dict[str, Any]) -> str:
 def _next_steps(folder: Path, phases: list[PhaseLine]) -> list[tuple[str, str]]:
     run = folder.name
     running = [p.name for p in phases if p.state == "running"]
+    go_on = _go_on(folder, phases)
     if running:
-        return [(f"{', '.join(running)} is running; follow it", f"eagle3 status {run}")]
+        return [
+            (f"{', '.join(running)} is running; follow it", f"eagle3 status {run}"),
+            ("when that says that it was interrupted, go on with", go_on),
+        ]
     left = [p for p in phases if p.state in _ON_THE_WAY]
     if left:
         first = next((p for p in left if p.state == "failed"), left[0])
         why = f"{first.name} is {first.state}"
         if first.state == "failed":
             why = f"{first.name} failed: read reports/{first.name}.ipynb, mend the cause"
-        return [(f"{why}; go on with", f"eagle3 run {_profile(folder)}")]
+        return [(f"{why}; go on with", go_on)]
     drafter = drafter_folder(folder, OWN)
     share = ("all phases are done; share the result", f"eagle3 report {run} --bundle {run}.zip")
     if drafter != exported_drafter(folder):  # somebody's, with a card of its own
@@ -195,6 +254,15 @@ def _next_steps(folder: Path, phases: list[PhaseLine]) -> list[tuple[str, str]]:
             f"hf upload YOUR_NAME/MODEL {shown_path(drafter)} .",
         ),
     ]
+
+
+def _go_on(folder: Path, phases: list[PhaseLine]) -> str:
+    """The command that ends the run; it names the phases where some are left out on purpose."""
+    command = f"eagle3 run {_profile(folder)}"
+    if not any(p.state == "skipped" for p in phases):
+        return command
+    left = [p.name for p in phases if p.state in (*_ON_THE_WAY, "running")]
+    return " ".join([command, *(name.split("_")[0] for name in left)])
 
 
 def _profile(folder: Path) -> str:
@@ -229,7 +297,7 @@ def status_text(run: str) -> str:
     for p in campaign.phases:
         time_s = "" if p.duration_s is None else duration_text(p.duration_s)
         size = "" if p.bytes is None else size_text(p.bytes)
-        told = [p.detail, f"last ran again because: {p.why}" if p.why else ""]
+        told = [p.holder, p.detail, f"last ran again because: {p.why}" if p.why else ""]
         line = f"  {p.name:26} {p.state:12} {time_s:>8} {size:>9}  {'; '.join(filter(None, told))}"
         lines.append(line.rstrip())
     lines += ["", "gates"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
@@ -18,7 +19,7 @@ from eagle3lib.lab.finding import raise_errors
 from eagle3lib.lab.machine import ROOT
 from eagle3lib.lab.notebooks import NOTEBOOKS, read_notebook
 from eagle3lib.lab.params import PHASES
-from eagle3lib.lab.run import existing_run, outdated_by, outputs_root, whole_phases
+from eagle3lib.lab.run import existing_run, outdated_by, outputs_root, run_folder, whole_phases
 from eagle3lib.lab.words import duration_text, interval_text, now_text, size_text
 from eagle3lib.measure.arms import OWN, PLAIN, drafter_folder, read_requests, read_sweeps
 from eagle3lib.measure.profile import FOLDER as PROFILE
@@ -56,7 +57,7 @@ def build_page(run: str, *, copy_to: Path | None = None, plotly_js: str = "cdn")
     for name in (line["name"] for line in explorers if copy_to and line["page"]):
         source = folder / "explore" / f"{name}.ipynb"
         render_notebook(source, place / "explore" / f"{name}.html", plotly_js=beside)
-    content = _content(folder, metrics, library) | {"explorers": explorers}
+    content = _content(folder, metrics, library) | {"explorers": explorers, "sent": bool(copy_to)}
     page = page_template("page.html.j2", _FILTERS).render(**content)
     write_text(place / "index.html", page)
     if copy_to:
@@ -69,6 +70,26 @@ def refresh_page(run: str) -> None:
     and its own error, to tell."""
     with contextlib.suppress(UserError):
         build_page(run)
+
+
+def refresh_campaign(run: str) -> None:
+    """Bring phases, gates, decisions and the next command of the page up to date, and leave the
+    rest: some milliseconds, so that a benchmark beside it is not disturbed."""
+    page = run_folder(run) / "index.html"
+    if not page.exists():
+        return refresh_page(run)
+    standing = _standing(page.parent) | {"sent": False}
+    parts = iter(
+        page_template(f"{name}.html.j2", _FILTERS).render(**standing) for name in _CAMPAIGN_PARTS
+    )
+    begin, end = "<!-- campaign -->", "<!-- end of campaign -->"
+    written = re.sub(
+        f"{begin}.*?{end}",
+        lambda _: begin + next(parts) + end,
+        page.read_text(encoding="utf-8"),
+        flags=re.DOTALL,
+    )
+    write_text(page, written)
 
 
 def forget_machine(folder: Path, own_paths: Iterable[str] = ()) -> None:
@@ -139,10 +160,10 @@ def answer_numbers(metrics: dict[str, Any], set_name: str = "workload") -> dict[
 
 
 def _content(folder: Path, metrics: dict[str, Any], plotly_js: bool | str) -> dict[str, Any]:
-    manifest = read_json(folder / "manifest.json")
+    standing = _standing(folder)
+    manifest = standing["manifest"]
     diagnosis = metrics.get("07_diagnose_acceptance")
-    return {
-        "manifest": manifest,
+    return standing | {
         "numbers": answer_numbers(metrics),
         "benchmark": metrics.get("06_benchmark_serving"),
         "diagnosis": diagnosis,
@@ -151,13 +172,20 @@ def _content(folder: Path, metrics: dict[str, Any], plotly_js: bool | str) -> di
         "outdated": outdated_by(folder, "07_diagnose_acceptance")
         or outdated_by(folder, "06_benchmark_serving"),
         "figures": _figures(folder.name, plotly_js),
-        "campaign": read_campaign(folder.name),
-        "as_of": now_text(),
         "parameters": [
             (phase, name, value)
             for phase, done in manifest["phases"].items()
             for name, value in done["parameters"].items()
         ],
+    }
+
+
+def _standing(folder: Path) -> dict[str, Any]:
+    """What the page's parts about the campaign are made of."""
+    return {
+        "manifest": read_json(folder / "manifest.json"),
+        "campaign": read_campaign(folder.name),
+        "as_of": now_text(),
     }
 
 
@@ -223,6 +251,8 @@ def describe_figure(figure: go.Figure) -> str:
     return f"{figure.layout.title.text}, {axis}. " + "; ".join(told)
 
 
+# In the page's order.
+_CAMPAIGN_PARTS = ("campaign_top", "campaign_tables")
 _FILTERS = {
     "interval": interval_text,
     "load": load_words,

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from eagle3lib.lab.errors import UserError
@@ -24,9 +24,17 @@ from eagle3lib.lab.run import (
 )
 from eagle3lib.lab.words import duration_text
 from eagle3lib.report.campaign import progress_text
-from eagle3lib.report.page import answer_numbers, build_page, phase_metrics, refresh_page
+from eagle3lib.report.page import (
+    answer_numbers,
+    build_page,
+    phase_metrics,
+    refresh_campaign,
+    refresh_page,
+)
 from eagle3lib.target.folder import open_target
 
+# How often the page of a run is looked after, and how often it is written at most without an event.
+_LOOK_S, _REFRESH_S = 2.0, 60.0
 # Seconds of each phase of the demo on two cores (docs/lab_log.md): a first guess, for other runs
 # scaled by the phases of theirs that are known.
 _DEMO_SECONDS = {
@@ -66,9 +74,11 @@ def run_profile(params: dict[str, PhaseParams], phases: list[str], *, force: boo
             continue
         print(f"{head}: {reason}" + clock.estimate(name), flush=True)
         started = time.monotonic()
-        with _show_progress(folder / name / "progress.json", head, clock, name):
-            _execute(params, name)
-        refresh_page(first.run)
+        try:
+            with _show_progress(folder / name / "progress.json", head, clock, name), _kept(folder):
+                _execute(params, name)
+        finally:  # also where it failed or was interrupted
+            refresh_page(first.run)
         seconds = time.monotonic() - started
         clock.done(name, seconds)
         print(f"{head}: done in {duration_text(seconds)}", flush=True)
@@ -85,7 +95,6 @@ def _execute(params: dict[str, PhaseParams], name: str) -> None:
         execute(params[name], folder / "reports" / f"{name}.ipynb")
     except (UserError, NotebookError) as error:
         record(folder, "failed", phase=name, error=str(error).split("\n")[0])
-        refresh_page(params[name].run)
         raise
 
 
@@ -171,6 +180,35 @@ def _show_progress(path: Path, head: str, clock: _Clock, name: str) -> Iterator[
     finally:
         stop.set()
         thread.join()
+
+
+@contextmanager
+def _kept(folder: Path) -> Iterator[None]:
+    """Keep the run's page in step while a phase runs: once its beginning is in the journal, and
+    then every minute."""
+    stop = threading.Event()
+
+    def follow() -> None:
+        shown_s, known = time.monotonic(), _changed(folder)
+        while not stop.wait(_LOOK_S):
+            if _changed(folder) == known and time.monotonic() - shown_s < _REFRESH_S:
+                continue
+            known, shown_s = _changed(folder), time.monotonic()
+            with suppress(UserError, OSError):  # the phase has its own result to tell
+                refresh_campaign(folder.name)
+
+    thread = threading.Thread(target=follow, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _changed(folder: Path) -> float:
+    journal = folder / "journal.jsonl"
+    return journal.stat().st_mtime if journal.exists() else 0.0
 
 
 def _progress(path: Path) -> str:

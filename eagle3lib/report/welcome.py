@@ -12,8 +12,8 @@ from urllib.parse import quote
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import read_json
 from eagle3lib.lab.notebooks import NOTEBOOKS, read_notebook
-from eagle3lib.lab.params import PHASES
-from eagle3lib.lab.run import outdated_by, outputs_root
+from eagle3lib.lab.run import outputs_root
+from eagle3lib.report.campaign import read_campaign
 from eagle3lib.report.page import answer_numbers, phase_metrics
 
 WELCOME = NOTEBOOKS / "welcome.ipynb"
@@ -57,6 +57,7 @@ def runs_table() -> Table:
         try:
             target = str(read_json(manifest)["target"]["name"])
             numbers = answer_numbers(phase_metrics(folder))
+            state = _state(folder)
         except (UserError, KeyError) as error:  # shown, so that one broken run hides no other
             text = html.escape(f"not readable: {str(error).splitlines()[0]}")
             rows.append((html.escape(folder.name), "", text, "", ""))
@@ -66,9 +67,7 @@ def runs_table() -> Table:
         )
         page = folder / "index.html"
         report = _link(page, "page of the run") if page.exists() else f"eagle3 report {folder.name}"
-        rows.append(
-            (html.escape(folder.name), html.escape(target), _state(folder), answer or "", report)
-        )
+        rows.append((html.escape(folder.name), html.escape(target), state, answer or "", report))
     if not rows:
         rows = [("none yet", "", "", "", "eagle3 run demo")]
     return Table(("run", "target", "state", "answer", "report"), rows)
@@ -76,15 +75,16 @@ def runs_table() -> Table:
 
 def _state(folder: Path) -> str:
     """How many phases are whole, and the first that is not, or is out of date."""
-    done = [name for name in PHASES if (folder / name / "manifest.json").exists()]
-    changed = next((name for name in done if outdated_by(folder, name)), None)
+    phases = [p for p in read_campaign(folder.name).phases if p.state != "skipped"]
+    changed = next((p.name for p in phases if p.state == "out of date"), None)
     if changed:
         return f"{changed} is out of date"
-    if len(done) == len(PHASES):
+    done = [p for p in phases if p.state == "done"]
+    if len(done) == len(phases):
         return "done"
-    following = next(name for name in PHASES if name not in done)
-    started = (folder / following / "inputs.json").exists()
-    return f"{len(done)} of {len(PHASES)} done, {following} {'started' if started else 'is next'}"
+    following = next(p for p in phases if p.state != "done")
+    state = "is next" if following.state == "waiting" else following.state
+    return f"{len(done)} of {len(phases)} done, {following.name} {state}"
 
 
 def _link(path: Path, text: str) -> str:

@@ -18,7 +18,8 @@ def outputs(tmp_path, monkeypatch):
     monkeypatch.setenv("EAGLE3_OUTPUTS", str(tmp_path / "outputs"))
     folder = tmp_path / "outputs" / "begun"
     write_json(folder / "manifest.json", {"target": {"name": "<my> target"}, "phases": {}})
-    plan = {"inputs": {"upstream": {}}, "fingerprint": "x"}
+    plan = {"inputs": {"upstream": {}, "params": {}}, "fingerprint": "x", "artefacts": {},
+            "finished": "2026-12-01T03:04:05+00:00", "duration_s": 1.0}  # fmt: skip
     write_json(folder / "00_plan" / "manifest.json", plan)
     write_json(folder / "00_plan" / "metrics.json", {})
     write_json(folder / "01_generate_data" / "inputs.json", {})
@@ -39,7 +40,7 @@ def test_every_notebook_is_linked_and_says_what_it_does():
 def test_runs_are_shown_with_their_state_and_a_torn_one_hides_no_other(outputs):
     begun, torn = runs_table().rows
     assert begun[:2] == ("begun", "&lt;my&gt; target")
-    assert begun[2] == "1 of 8 done, 01_generate_data started"
+    assert begun[2] == "1 of 8 done, 01_generate_data interrupted"
     assert torn[0] == "torn" and "not readable" in torn[2]
 
 
@@ -49,4 +50,4 @@ def test_it_runs_top_to_bottom_from_any_working_directory(outputs, tmp_path):
         progress_bar=False,
     )  # fmt: skip
     shown = [o["data"]["text/html"] for c in done.cells for o in c.get("outputs", [])]
-    assert "00_plan.ipynb" in shown[0] and "01_generate_data started" in shown[1]
+    assert "00_plan.ipynb" in shown[0] and "01_generate_data interrupted" in shown[1]

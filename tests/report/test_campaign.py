@@ -1,6 +1,7 @@
 """Where a run stands, what is next, and what of it can be sent."""
 
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -23,7 +24,12 @@ from eagle3lib.report import bundle
 from eagle3lib.report.bundle import FORMATS, write_bundle, write_figures
 from eagle3lib.report.campaign import read_campaign
 from eagle3lib.report.html import render_notebook
-from eagle3lib.report.page import build_page, describe_figure, explorers_of
+from eagle3lib.report.page import (
+    build_page,
+    describe_figure,
+    explorers_of,
+    refresh_campaign,
+)
 
 TARGET = "0123456789abcdef"
 
@@ -57,7 +63,7 @@ def test_every_state_of_a_phase_is_told_apart():
     assert states()["01"] == "done" and read_campaign("r").phases[1].why == "was interrupted"
 
 
-def test_a_phase_that_another_process_holds_is_running():
+def test_a_phase_that_another_process_holds_is_running(tmp_path):
     make("00_plan", finish=False)
     lock = run_folder("r") / ".00_plan.lock"
     hold = f"import filelock\nlock = filelock.FileLock({str(lock)!r})\nlock.acquire()\n"
@@ -66,7 +72,15 @@ def test_a_phase_that_another_process_holds_is_running():
     try:
         other.stdout.readline()
         assert states()["00"] == "running"
-        assert "eagle3 status r" in read_campaign("r").next_steps[0][1]
+        told = read_campaign("r")
+        assert f"process {os.getpid()} on {platform.node()}" in told.phases[0].holder
+        assert told.phases[0].bytes > 0, "what is there so far"
+        profile = run_folder("r") / "profile.yaml"
+        assert [c for _, c in told.next_steps] == ["eagle3 status r", f"eagle3 run {profile}"]
+        assert f"process {os.getpid()} on" in CliRunner().invoke(app, ["status", "r"]).stdout
+        assert f"process {os.getpid()} on" in build_page("r").read_text()
+        sent = build_page("r", copy_to=tmp_path / "sent").read_text()
+        assert "running" in sent and f"process {os.getpid()}" not in sent
     finally:
         other.kill()
         other.communicate()
@@ -78,6 +92,39 @@ def test_the_next_command_needs_nothing_but_the_run():
     ((why, command),) = read_campaign("r").next_steps
     assert "01_generate_data" in why
     assert command == f"eagle3 run {run_folder('r') / 'profile.yaml'}"
+
+
+def test_what_a_run_goes_without_is_skipped_and_stays_so(tmp_path):
+    """As the how-to of third-party drafters runs it: 01, 06, 07 with somebody's folder."""
+    make("01_generate_data")
+    assert (states()["00"], states()["02"]) == ("skipped", "waiting")
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    cfg = PHASES["06_benchmark_serving"](run="r", drafter=str(theirs))
+    begin(cfg, TARGET).lock.release(force=True)
+    told = {p.name[:2]: p for p in read_campaign("r").phases}
+    assert [n for n, p in told.items() if p.state == "skipped"] == ["00", "02", "03", "04", "05"]
+    assert told["04"].detail.endswith("06_benchmark_serving measures theirs")
+    ((_, command),) = read_campaign("r").next_steps
+    assert command == f"eagle3 run {run_folder('r') / 'profile.yaml'} 06 07"
+    assert "skipped" in CliRunner().invoke(app, ["status", "r"]).stdout
+
+
+def test_phases_and_decisions_are_brought_up_to_date_and_the_rest_of_the_page_is_left():
+    make("00_plan")
+    page = build_page("r")
+    marked = page.read_text().replace("<h1>", "<h1>the same ")
+    page.write_text(marked)
+    make("01_generate_data", finish=False)
+    record(run_folder("r"), "note", text="a \\1 decision")
+    refresh_campaign("r")
+    text = page.read_text()
+    assert "<h1>the same " in text and "interrupted" in text and "a \\1 decision" in text
+    assert text.count("<!-- campaign -->") == marked.count("<!-- campaign -->") == 2
+    assert text.count('id="phases"') == 1
+    page.unlink()
+    refresh_campaign("r")
+    assert "interrupted" in page.read_text()
 
 
 def test_gates_are_judged_skipped_or_waiting():
@@ -119,11 +166,13 @@ def test_a_bundle_has_no_weights_and_no_paths_and_is_the_same_twice(tmp_path):
     assert one.read_bytes() == two.read_bytes()
     with zipfile.ZipFile(one) as zipped:
         names = zipped.namelist()
+        journal = zipped.read("r/journal.jsonl").decode()
         texts = [zipped.read(n).decode() for n in names if not n.endswith(".js")]
     assert {"r/index.html", "r/journal.jsonl", "r/profile.yaml", "r/00_plan/metrics.json"} <= set(
         names
     )
     assert not [n for n in names if n.endswith(".safetensors")]
+    assert '"what": "started"' in journal and '"pid"' not in journal and '"host"' not in journal
     places = (str(ROOT), str(run_folder("r")), "/models/mine")
     assert not [t for t in texts if any(place in t for place in places)]
 

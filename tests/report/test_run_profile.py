@@ -1,5 +1,6 @@
 """What `eagle3 run` makes, skips and makes again; what a failure leaves for the next person."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from eagle3lib.lab import run
 from eagle3lib.lab.clean import clean
 from eagle3lib.lab.errors import UserError
-from eagle3lib.lab.journal import read_journal
+from eagle3lib.lab.journal import read_journal, record
 from eagle3lib.lab.large import LARGE
 from eagle3lib.lab.params import PHASES
 from eagle3lib.lab.run import begin, run_folder
@@ -78,3 +79,42 @@ def test_a_failure_is_in_the_journal_with_its_first_line(made):
     assert (event["what"], event["phase"], event["error"]) == (
         "failed", "00_plan", "no prompts at all",
     )  # fmt: skip
+
+
+def test_the_page_is_written_when_a_phase_begins_and_again_while_it_runs(made, monkeypatch):
+    monkeypatch.setattr(runner, "_LOOK_S", 0.02)
+    shown, enough = [], threading.Event()
+
+    def refresh(name):
+        shown.append(read_journal(run_folder(name))[-1]["what"])
+        if len(shown) == 1:
+            monkeypatch.setattr(runner, "_REFRESH_S", 0.02)
+        if len(shown) == 3:
+            enough.set()
+            raise OSError("no space left on device")
+
+    execute = runner.execute
+
+    def slow(cfg, output):
+        execute(cfg, output)
+        record(run_folder("r"), "started", phase=cfg.PHASE, why="", state="resume", earlier_s=0)
+        assert enough.wait(20)
+
+    monkeypatch.setattr(runner, "execute", slow)
+    monkeypatch.setattr(runner, "refresh_campaign", refresh)
+    runner.run_profile(profile(), ["00_plan"])
+    assert shown[0] in ("started", "finished") and shown[2] == "started"
+    assert made == ["00_plan"], "a page that can't be written stops nothing"
+
+
+@pytest.mark.parametrize("error", [UserError("no prompts"), KeyboardInterrupt()])
+def test_the_page_is_written_after_a_failure_and_an_interruption(made, monkeypatch, error):
+    def fail(cfg, output):
+        raise error
+
+    pages = []
+    monkeypatch.setattr(runner, "execute", fail)
+    monkeypatch.setattr(runner, "refresh_page", pages.append)
+    with pytest.raises(type(error)):
+        runner.run_profile(profile(), ["00_plan"])
+    assert pages == ["r"]
