@@ -61,7 +61,8 @@ def keep_profile(folder: Path, params: Mapping[str, PhaseParams]) -> None:
         kept = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
         for name, cfg in params.items():
             kept["common"] = {"run": cfg.run, "target": cfg.target}
-            kept[name] = cfg.model_dump(mode="json", exclude_defaults=True) or {}
+            followed = cfg.following()  # and will again: of whatever those phases are then
+            kept[name] = cfg.model_dump(mode="json", exclude_defaults=True, exclude=followed) or {}
             for shared in ("run", "target"):
                 kept[name].pop(shared, None)
         text = yaml.safe_dump(kept, sort_keys=True, allow_unicode=True)

@@ -33,6 +33,8 @@ def _settled(dtype: Any) -> Any:
 Dtype = Annotated[Literal["bfloat16", "float32"], BeforeValidator(_settled)]
 # What `eagle3 run` tells a notebook: JSON of parameter -> where its value comes from.
 SOURCES_VARIABLE = "EAGLE3_PARAMETER_SOURCES"
+# Begins the source of a value that was taken from another phase's parameters.
+FOLLOWING = "as in "
 ENGINE_SETTINGS = "NAME-and-value words, see eagle3 serve --settings"
 # Folders of outputs/ that are tracked; `make clean` keeps them.
 SHIPPED = ("examples", "reference")
@@ -95,6 +97,15 @@ class NotebookParams(BaseModel):
         self._sources.clear()
         self._sources.update(sources)
         return self
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """Parameter -> file and section, or the command line; what is missing is a default."""
+        return dict(self._sources)
+
+    def following(self) -> set[str]:
+        """Parameters that nobody gave: they follow another phase's."""
+        return {n for n, source in self._sources.items() if source.startswith(FOLLOWING)}
 
     def as_given(self, name: str) -> Any:
         """A value as it was written, which the machine has not settled: it holds on others too."""

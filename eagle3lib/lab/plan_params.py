@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
 from eagle3lib.lab.phase_params import PhaseParams
+
+# What the plan takes from the phases that it plans, where a profile gives it no value of its own.
+_FOLLOWS = {
+    "answer_tokens": "01_generate_data",
+    "max_model_len": "01_generate_data",
+    "draft_vocab_size": "03_build_vocab_map",
+    "epochs": "04_train_drafter",
+    "steps": "04_train_drafter",
+    "num_speculative_tokens": "06_benchmark_serving",
+}
+_STORAGE = {"full": "bf16", "fp8": "fp8", "compact": "compact"}
 
 
 class PlanParams(PhaseParams):
@@ -88,6 +100,20 @@ class PlanParams(PhaseParams):
         if sizes[0] < 1 or sizes != sorted(set(sizes)):
             raise ValueError("batch_sizes are rising numbers from 1 on")
         return value
+
+    @classmethod
+    def followed(cls, phases: Mapping[str, PhaseParams]) -> dict[str, tuple[Any, str]]:
+        """Parameter -> value and phase, of what the other phases' parameters decide otherwise than
+        the defaults do: a plan of other numbers than what is run would be of no use."""
+        found = {n: (getattr(phases[phase], n), phase) for n, phase in _FOLLOWS.items()}
+        if not found["draft_vocab_size"][0]:  # chosen by the curve, or a warm start's
+            del found["draft_vocab_size"]
+        capture = "02_capture_hidden_states"
+        kept: Any = phases[capture]
+        live = getattr(phases["04_train_drafter"], "states", "disk") == "live"
+        storage = "stream" if live else _STORAGE[kept.state_format]
+        found["storage"] = (storage, "04_train_drafter" if live else capture)
+        return {n: f for n, f in found.items() if f[0] != cls.model_fields[n].default}
 
     def batches(self) -> list[int]:
         """The numbers of parameter ``batch_sizes``."""

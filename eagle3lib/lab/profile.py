@@ -15,8 +15,8 @@ import yaml
 
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.machine import ROOT
-from eagle3lib.lab.params import PHASES
-from eagle3lib.lab.phase_params import PhaseParams
+from eagle3lib.lab.params import PHASES, PlanParams
+from eagle3lib.lab.phase_params import FOLLOWING, PhaseParams
 
 PROFILES = ROOT / "params"
 
@@ -89,11 +89,22 @@ def load_profile(
         values = {name: value for layer in layers.values() for name, value in layer.items()}
         sources = {name: source for source, layer in layers.items() for name in layer}
         result[phase] = model.checked(values, str(path)).told(sources)
+    _let_the_plan_follow(result, str(path))
     if len({(p.run, p.target) for p in result.values()}) > 1:
         raise UserError(
             "phases name different runs or targets", where=path, next="set them in common"
         )
     return result
+
+
+def _let_the_plan_follow(phases: dict[str, PhaseParams], source: str) -> None:
+    plan = phases[PlanParams.PHASE]
+    values = {name: plan.as_given(name) for name in plan.sources}
+    taken = PlanParams.followed(phases).items()
+    follows = {name: found for name, found in taken if name not in plan.sources}
+    values |= {name: value for name, (value, _) in follows.items()}
+    sources = {name: f"{FOLLOWING}{phase}" for name, (_, phase) in follows.items()}
+    phases[plan.PHASE] = PlanParams.checked(values, source).told(plan.sources | sources)
 
 
 def _read_sections(path: Path) -> dict[str, dict[str, Any]]:

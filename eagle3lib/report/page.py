@@ -28,6 +28,7 @@ from eagle3lib.measure.summary import check_benchmark
 from eagle3lib.report.campaign import read_campaign
 from eagle3lib.report.figures import acceptance_per_step, arms_bars, heldout_curves, load_words
 from eagle3lib.report.html import page_template, render_notebook, render_run
+from eagle3lib.report.planned import planned_beside_measured
 from eagle3lib.report.profile_figures import profile_bars
 
 
@@ -172,6 +173,7 @@ def _content(folder: Path, metrics: dict[str, Any], plotly_js: bool | str) -> di
         "outdated": outdated_by(folder, "07_diagnose_acceptance")
         or outdated_by(folder, "06_benchmark_serving"),
         "figures": _figures(folder.name, plotly_js),
+        "planned": planned_beside_measured(folder, metrics),
         "parameters": [
             (phase, name, value)
             for phase, done in manifest["phases"].items()

@@ -40,7 +40,9 @@ def test_the_profile_of_a_run_gives_its_parameters_back(tmp_path):
     assert values(load_profile(str(tmp_path / "profile.yaml"))) == values(params)
     other = params["04_train_drafter"].model_copy(update={"epochs": 4})
     keep_profile(tmp_path, {"04_train_drafter": other})
-    expected = params | {"04_train_drafter": other}
+    # Nobody gave the plan its epochs: they are the training's.
+    plan = params["00_plan"].model_copy(update={"epochs": 4})
+    expected = params | {"04_train_drafter": other, "00_plan": plan}
     assert values(load_profile(str(tmp_path / "profile.yaml"))) == values(expected)
 
 

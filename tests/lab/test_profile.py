@@ -161,3 +161,26 @@ def test_a_value_knows_the_section_or_the_command_line_that_set_it(load):
     assert (told["run"], told["steps"]) == ("mine.yaml, common",) * 2
     assert told["epochs"] == f"mine.yaml, {TRAIN}"
     assert (told["seed"], told["loss"]) == ("command line", "default")
+
+
+def test_the_plan_is_of_what_the_phases_are_told(load):
+    text = """
+01_generate_data: {answer_tokens: 24000, max_model_len: 2048}
+02_capture_hidden_states: {state_format: fp8}
+03_build_vocab_map: {draft_vocab_size: 8192}
+04_train_drafter: {epochs: 3, steps: 7}
+06_benchmark_serving: {num_speculative_tokens: 5}
+"""
+    plan = load(text)["00_plan"]
+    assert (plan.answer_tokens, plan.max_model_len, plan.draft_vocab_size) == (24000, 2048, 8192)
+    assert (plan.epochs, plan.steps, plan.num_speculative_tokens) == (3, 7, 5)
+    assert plan.storage == "fp8"
+    told = {line["parameter"]: line["from"] for line in plan.table()}
+    assert told["epochs"] == "as in 04_train_drafter" and told["gpus"] == "default"
+
+
+def test_a_plan_with_a_value_of_its_own_keeps_it(load):
+    plan = load("00_plan: {epochs: 9, storage: compact}\n04_train_drafter: {epochs: 3}")["00_plan"]
+    assert (plan.epochs, plan.storage) == (9, "compact")
+    assert load("common: {states: live}", "00", "epochs=2")["00_plan"].storage == "stream"
+    assert load("03_build_vocab_map: {draft_vocab_size: 0}")["00_plan"] == defaults("00_plan")
