@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from eagle3lib.lab.errors import UserError
+
+if TYPE_CHECKING:
+    from eagle3lib.lab.clean import Kind
 
 _RUN = typer.Argument(help="name of a run")
 _BY = typer.Option("--by", help="who says so; your login name if left out")
@@ -81,31 +84,44 @@ def clean(
 
     Example: eagle3 clean RUN --what states --yes
     """
-    from eagle3lib.lab.clean import KINDS, survey
+    from eagle3lib.lab.clean import KINDS, kept_bytes, survey
     from eagle3lib.lab.clean import clean as free
-    from eagle3lib.lab.words import duration_text, size_text
+    from eagle3lib.lab.words import size_text
     from eagle3lib.report.page import refresh_page
 
     named = [part.strip() for part in what.split(",") if part.strip()]
     if unknown := set(named) - set(KINDS):
         raise UserError(f"no kind {', '.join(sorted(unknown))}", expected=", ".join(KINDS))
     found = survey(run)
-    for k in found:
-        again = (
-            "can't be made again" if k.again_s is None else f"made in {duration_text(k.again_s)}"
-        )
-        needed = f"needed by {', '.join(k.needed_by)}" if k.needed_by else "no phase needs it now"
-        gone = f"freed on {k.freed_on[:10]}" if k.freed_on else ""
-        reads = f"read by {', '.join(k.readers)}" if k.readers else "set aside by a rerun"
-        told = [again, reads, gone or needed] if k.bytes or gone else ["nothing there"]
-        print(f"{k.name:12} {size_text(k.bytes):>9}  {'; '.join(told)}")
+    print("\n".join(line for kind in found for line in _kind_lines(kind)))
+    rest = size_text(kept_bytes(run, found))
+    print(f"{'the rest':12} {rest:>9}  answers, drafter, reports; never freed")
     # What is needed is kept without a word from the user, and an error when the user named it.
     free_now = [k.name for k in found if k.bytes and (force or not k.needed_by)]
     chosen = named or free_now
     if not yes:
         if free_now:
-            print(f"free it: eagle3 clean {run} --what {','.join(free_now)} --yes")
+            total = size_text(sum(k.bytes for k in found if k.name in free_now))
+            print(f"free {total}: eagle3 clean {run} --what {','.join(free_now)} --yes")
         return
     for k in free(run, chosen, force=force, who=by):
         print(f"freed {k.name}: {size_text(k.bytes)}")
     refresh_page(run)
+
+
+def _kind_lines(kind: Kind) -> list[str]:
+    """A kind with its size, and under it what it costs to make again and who reads it."""
+    from eagle3lib.lab.words import duration_text, size_text
+
+    head = f"{kind.name:12} {size_text(kind.bytes):>9}"
+    gone = f"freed on {kind.freed_on[:10]}" if kind.freed_on else ""
+    if not kind.bytes and not gone:
+        return [f"{head}  nothing there"]
+    again = "can't be made again"
+    if kind.again_s is not None:
+        first = f", with {', '.join(kind.after)}, whose files it reads" if kind.after else ""
+        again = f"made again in {duration_text(kind.again_s)}, as it took{first}"
+    needed = f"needed by {', '.join(kind.needed_by)}" if kind.needed_by else "no phase needs it now"
+    readers = ", ".join((*kind.readers, *kind.also))
+    told = [again, f"read by {readers}" if readers else "set aside by a rerun, read by nothing"]
+    return [f"{head}  {gone or needed}", *(f"{'':24}{line}" for line in told)]

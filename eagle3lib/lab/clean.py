@@ -17,7 +17,7 @@ from typing import Any
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import read_json, write_json
 from eagle3lib.lab.journal import record
-from eagle3lib.lab.large import LARGE, freed
+from eagle3lib.lab.large import LARGE, freed, to_make_again
 from eagle3lib.lab.run import existing_run, lock_phase, outdated_by, whole_phases
 
 PREVIOUS = "previous"
@@ -27,8 +27,9 @@ KINDS = (*LARGE, PREVIOUS)
 @dataclass(frozen=True)
 class Kind:
     """``needed_by``: phases that have yet to read it, or that it was not made to the end for.
-    ``again_s``: seconds that making it took; None where it can't be made again. ``freed_on``: a
-    UTC time where it was freed before."""
+    ``again_s``: seconds that making it again takes, by the run's own durations: the phase's, and
+    those of the phases in ``after``, whose freed files it reads; None where it can't be made again.
+    ``also``: what else reads it. ``freed_on``: a UTC time where it was freed before."""
 
     name: str
     bytes: int
@@ -37,6 +38,8 @@ class Kind:
     needed_by: tuple[str, ...]
     again_s: float | None
     freed_on: str = ""
+    after: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
 
 
 def survey(run: str) -> list[Kind]:
@@ -62,11 +65,19 @@ def _kind(folder: Path, name: str) -> Kind:
     # The second is what a kill left behind.
     places = [folder / large.phase / part for part in (large.path, f".{large.path}.freed")]
     present = tuple(p for p in places if p.exists())
-    seconds = read_json(whole)["duration_s"] if whole.exists() else None
+    after = tuple(to_make_again(folder, large.phase)) if whole.exists() else ()
+    made_by = [folder / phase / "manifest.json" for phase in (large.phase, *after)]
+    seconds = sum(read_json(p)["duration_s"] for p in made_by) if whole.exists() else None
     gone = freed(folder, large.phase).get(name, {})
     return Kind(
-        name, _bytes(present), present, large.readers, needed, seconds, gone.get("when", "")
-    )
+        name, _bytes(present), present, large.readers, needed, seconds, gone.get("when", ""),
+        after, large.also,
+    )  # fmt: skip
+
+
+def kept_bytes(run: str, kinds: Iterable[Kind]) -> int:
+    """What is never freed: answers, the drafter, reports, records."""
+    return _bytes([existing_run(run)]) - sum(kind.bytes for kind in kinds)
 
 
 def _bytes(folders: Iterable[Path]) -> int:
@@ -97,6 +108,13 @@ def clean(run: str, kinds: Iterable[str], *, force: bool = False, who: str = "")
 
 
 def _check_free(folder: Path, kind: Kind, force: bool) -> None:
+    if linked := next((p for p in kind.folders if p.is_symlink()), None):
+        raise UserError(
+            f"{kind.name} are a link to {linked.resolve()}, which other runs may use too",
+            expected="a folder of this run alone",
+            where=linked,
+            next="delete what it names by hand; `eagle3 run PROFILE` makes it again",
+        )
     made_by = LARGE[kind.name].phase if kind.name in LARGE else ""
     if made_by in kind.needed_by:
         raise UserError(

@@ -15,11 +15,13 @@ from eagle3lib.lab.files import read_json
 
 @dataclass(frozen=True)
 class Large:
-    """``phase`` makes ``path`` in its folder, ``readers`` read it."""
+    """``phase`` makes ``path`` in its folder, the phases ``readers`` read it; ``also``: what else
+    does when somebody asks for it."""
 
     phase: str
     path: str
     readers: tuple[str, ...]
+    also: tuple[str, ...]
 
 
 LARGE = {
@@ -27,9 +29,18 @@ LARGE = {
         "02_capture_hidden_states",
         "states",
         ("04_train_drafter", "05_export_drafter", "07_diagnose_acceptance"),
+        (
+            "eagle3 diagnose",
+            "eagle3 explore hidden_states",
+            "notebooks/bench/state_storage",
+            "notebooks/bench/peer_training",
+        ),
     ),
     "checkpoints": Large(
-        "04_train_drafter", "checkpoints", ("05_export_drafter", "07_diagnose_acceptance")
+        "04_train_drafter",
+        "checkpoints",
+        ("05_export_drafter", "07_diagnose_acceptance"),
+        ("more epochs of 04_train_drafter", "eagle3 diagnose", "eagle3 explore hidden_states"),
     ),
 }
 
