@@ -177,17 +177,23 @@ def _offline_pairs(
     from eagle3lib.lab.run import run_folder
     from eagle3lib.measure.replace_offline import offline_pairs
     from eagle3lib.target.folder import open_target
+    from eagle3lib.target.images import shows_images
 
     folder, opened = run_folder(run) / "01_generate_data", open_target(target)
-    rows = [
+    held = [
         row
         for row in read_answers(folder)
         if (row.set, row.split, row.repeat) == ("workload", "heldout", 0)
-    ][:most]
+    ]
+    rows = [row for row in held if not shows_images(opened, row.prompt_token_ids)]
+    if len(rows) < len(held):
+        seen = len(held) - len(rows)
+        typer.echo(f"left out: {seen} of {len(held)} answers, whose prompts show images", err=True)
+    rows = rows[:most]
     others = {row.target_fingerprint for row in rows} - {opened.fingerprint, ""}
     if not rows or others:
         raise UserError(
-            "the run has no held-out answers of this target"
+            f"the run has no held-out answers of this target{' to text alone' if held else ''}"
             if not rows
             else f"the run's answers are of another target ({', '.join(sorted(others))})",
             expected=f"answers of {target} ({opened.fingerprint})",

@@ -23,6 +23,7 @@ from eagle3lib.diagnose.variants import engine_variants, mended_variants, wider_
 from eagle3lib.drafter.config import default_slots
 from eagle3lib.drafter.rope import rope_parameters
 from eagle3lib.measure.arms import RequestRow
+from eagle3lib.target.images import text_entries
 from eagle3lib.target.states import StateEntry, StateRow
 
 _FRESH_ROWS = 6
@@ -156,7 +157,10 @@ def _scan_store(e: Evidence) -> None:
     assert store is not None
     entries = store.entries[:: max(1, len(store.entries) // _SCANNED_ROWS)]
     right = total = 0
-    fresh = {x.id for x in entries[:: max(1, len(entries) // _FRESH_ROWS)][:_FRESH_ROWS]}
+    # A fresh forward is the text model's alone: it can't be laid beside states that saw images.
+    text = m.attempt(4, lambda: text_entries(store, entries, m.target.media_ids), [])
+    alike = {x.id for x in text}
+    fresh = {x.id for x in text[:: max(1, len(text) // _FRESH_ROWS)][:_FRESH_ROWS]}
     asked = {x.id for x in entries[:: max(1, len(entries) // _TEACHER_ROWS)]} | fresh
     for entry in entries:
         row = m.attempt(4, lambda entry=entry: store.row(entry), None)  # type: ignore[misc]
@@ -171,7 +175,7 @@ def _scan_store(e: Evidence) -> None:
         suspicious = count and agree / count < 0.8 and len(e.stored) < 2 * _FRESH_ROWS
         if entry.split != "heldout":
             right, total = right + agree, total + count
-        if (entry.id in fresh or suspicious) and not problem:
+        if (entry.id in fresh or (suspicious and entry.id in alike)) and not problem:
             e.stored.append(_against_fresh(m, row, store.slots))
     e.teacher_training = right / total if total else None
 

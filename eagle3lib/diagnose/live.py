@@ -11,6 +11,7 @@ from torch import Tensor
 from eagle3lib.drafter.config import default_slots
 from eagle3lib.target.capture import forward_states
 from eagle3lib.target.folder import Target
+from eagle3lib.target.images import check_text
 from eagle3lib.target.model import load_target
 
 StatesOf = Callable[[list[int], tuple[int, ...]], Tensor]  # ids, slots -> [T, slots + 1, H]
@@ -27,13 +28,15 @@ def neighbours(slots: tuple[int, ...], layers: int) -> tuple[int, ...]:
 
 def live_states(target: Target, dtype: str) -> StatesOf:
     """One conversation at a time, as in an engine with one request at a time. The neighbours of the
-    slots are captured with them and kept (up to 1 GB): the diagnosis asks for them next."""
+    slots are captured with them and kept (up to 1 GB): the diagnosis asks for them next.
+    Raises ``UserError`` for a conversation that shows images: the text model can't see them."""
     loaded: list[Any] = []
     kept: dict[tuple[int, ...], tuple[tuple[int, ...], Tensor]] = {}
 
     def states_of(ids: list[int], slots: tuple[int, ...]) -> Tensor:
         layers, states = kept.get(tuple(ids), ((), None))
         if states is None or not set(slots) <= set(layers):
+            check_text(target, ids)
             if not loaded:
                 loaded.append(load_target(target, dtype))
             layers = tuple(sorted({*slots, *neighbours(slots, target.num_layers)}))

@@ -14,6 +14,7 @@ from eagle3lib.lab.machine import cores
 from eagle3lib.measure.replace import PairedRounds
 from eagle3lib.target.capture import forward_states
 from eagle3lib.target.folder import Target
+from eagle3lib.target.images import check_text
 from eagle3lib.target.model import DTYPES, TargetHead, load_target
 
 
@@ -28,7 +29,10 @@ def offline_pairs(
     on_answer: Callable[[int], None] = lambda n: None,
 ) -> list[PairedRounds]:
     """Rounds of both drafters on each answer, K = ``steps``. The target's states are made once for
-    each drafter's own slots. Cost: one forward of the target an answer and drafter."""
+    each drafter's own slots. Cost: one forward of the target an answer and drafter. Raises
+    ``UserError`` for an answer to images: the text model can't see them."""
+    for row in rows:
+        check_text(target, row.prompt_token_ids + row.answer_token_ids, row.id)
     torch.set_num_threads(cores())
     model, head = load_target(target, dtype), TargetHead(target, dtype)
     drafters = [

@@ -13,6 +13,7 @@ patch_size x merge_kernel_size, scaled and cut into patches [3, p, p], as Kimi-K
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -49,20 +50,40 @@ def picture_names(messages: list[dict[str, Any]]) -> list[str]:
     return [name["url"] if isinstance(name, dict) else str(name) for name in names]
 
 
+def shows_images(target: Target, ids: Iterable[int]) -> bool:
+    """Whether token ids hold placeholders of images or video; never, for a text model."""
+    return not target.media_ids.isdisjoint(ids)
+
+
+def check_text(target: Target, ids: Iterable[int], name: str = "this conversation") -> None:
+    """Raise ``UserError`` for ids that show images, before a forward of the text model alone makes
+    states of their placeholders. ``name``: of the conversation, for the message."""
+    ids = list(ids)
+    if not shows_images(target, ids):
+        return
+    shown = [i for i, token in enumerate(ids) if token in target.media_ids]
+    raise UserError(
+        f"{name} shows images: {len(shown)} of its {len(ids)} tokens, the first at {shown[0]}",
+        expected="text alone: nothing shows an image to the target here, and the states of its "
+        "placeholders are not those that the engine had",
+        where=target.folder,
+        next="leave it out; phase 02 captures it with source=transformers, which shows the images",
+    )
+
+
 def check_media(target: Target, rows: list[AnswerRow], *, shown: bool) -> None:
     """Raise ``UserError`` for prompts with images where none can be shown to the target (``shown``
     is false, or its kind is not among ``SHOWN``) or theirs are missing, and for answers that hold
     placeholders: nothing is taught at an image's tokens, and a drafter must never propose one."""
-    media = target.media_ids
-    in_answers = [r.id for r in rows if media.intersection(r.answer_token_ids)]
+    in_answers = [r.id for r in rows if shows_images(target, r.answer_token_ids)]
     if in_answers:
         raise UserError(
             f"{len(in_answers)} answers hold image tokens, the first is {in_answers[0]}",
-            expected=f"none of {sorted(media)} among the tokens that are trained on",
+            expected=f"none of {sorted(target.media_ids)} among the tokens that are trained on",
             where=target.folder,
             next="leave those answers out of phase 01",
         )
-    with_images = [r for r in rows if media.intersection(r.prompt_token_ids)]
+    with_images = [r for r in rows if shows_images(target, r.prompt_token_ids)]
     if not with_images:
         return
     kind = read_json(target.folder / "config.json").get("model_type")

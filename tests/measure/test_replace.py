@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -128,3 +128,42 @@ def test_a_drafter_that_was_made_again_is_not_the_one_that_was_served(gate, tmp_
     write_json(gate.own.parent / "manifest.json", export | {"fingerprint": "2"})
     error = gate(tmp_path, gate.own).exception
     assert isinstance(error, UserError) and "05_export_drafter" in str(error)
+
+
+@pytest.fixture
+def offline(tmp_path, tiny_target, make_row, monkeypatch):
+    """``offline(prompts)``: the gate on a run whose held-out answers have these prompts, of a
+    target whose token 300 stands for images; ``offline.replayed``: ids of the rows it took."""
+    monkeypatch.setenv("EAGLE3_OUTPUTS", str(tmp_path / "outputs"))
+    config = tiny_target.config | {"image_token_id": 300}
+    wrapped = replace(tiny_target, config=config, wrapper="SomethingForConditionalGeneration")
+    monkeypatch.setattr("eagle3lib.target.folder.open_target", lambda name: wrapped)
+
+    def replayed(rows, *_, **__):
+        run.replayed = [row.id for row in rows]
+        return pairs(0.3)[: len(rows)]
+
+    monkeypatch.setattr("eagle3lib.measure.replace_offline.offline_pairs", replayed)
+
+    def run(prompts):
+        rows = [make_row(i, ids, [4, 5, 6], split="heldout") for i, ids in enumerate(prompts)]
+        phase = run_folder("r") / "01_generate_data"
+        phase.mkdir(parents=True)
+        (phase / "answers.jsonl").write_text("".join(json.dumps(asdict(r)) + "\n" for r in rows))
+        return CliRunner().invoke(app, ["gate", str(tmp_path), str(tmp_path), "--run", "r",
+                                        "--json"])  # fmt: skip
+
+    return run
+
+
+def test_offline_answers_to_images_are_left_out_and_counted(offline):
+    told = offline([[1, 300, 300, 7], *([1, 7 + i] for i in range(5)), [1, 300]])
+    assert offline.replayed == [f"row-{i:02d}" for i in range(1, 6)]
+    assert json.loads(told.stdout)["prompts"] == 5
+    assert "left out: 2 of 7 answers, whose prompts show images" in told.stderr
+
+
+def test_offline_answers_to_images_alone_decide_nothing(offline):
+    error = offline([[1, 300], [1, 300, 9]]).exception
+    assert isinstance(error, UserError)
+    assert "no held-out answers of this target to text alone" in str(error)

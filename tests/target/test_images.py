@@ -2,6 +2,7 @@
 
 import base64
 import io
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,22 +11,28 @@ from PIL import Image
 from tiny import save_target
 from transformers import AutoTokenizer
 
+from eagle3lib.diagnose.evidence import collect
+from eagle3lib.diagnose.live import live_states
+from eagle3lib.diagnose.material import Material
 from eagle3lib.drafter.align import base_positions, base_span, label_exists, label_index
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.params import CaptureParams
+from eagle3lib.measure.replace_offline import offline_pairs
 from eagle3lib.target.capture import InProcess, capture
 from eagle3lib.target.engine import FromVllm
 from eagle3lib.target.folder import open_target
 from eagle3lib.target.images import (
+    check_text,
     image_size,
     open_picture,
     patches_of,
     picture_names,
     processor_settings,
+    shows_images,
 )
 from eagle3lib.target.kimi_shaped import MEDIA_TOKEN, Size, new_text_tower, save_kimi_shaped
 from eagle3lib.target.layer_stats import pick_entries
-from eagle3lib.target.model import load_target
+from eagle3lib.target.model import TargetHead, load_target
 from eagle3lib.target.phase import _layer_findings
 from eagle3lib.target.sglang_source import FromSglang
 from eagle3lib.target.states import StateStore
@@ -167,6 +174,29 @@ def test_the_explorer_looks_at_conversations_without_images(target, rows, tmp_pa
     capture(target, held[1:], tmp_path / "none", **SETTINGS)
     with pytest.raises(UserError, match="without images"):
         pick_entries(StateStore(tmp_path / "none"), 9, target.media_ids)
+
+
+def test_a_forward_of_text_alone_refuses_images(target, tiny_target, rows, monkeypatch):
+    """By name, and before it loads anything; a text model's ids never show one."""
+    monkeypatch.setattr("eagle3lib.diagnose.live.load_target", lambda *_: pytest.fail("loaded"))
+    text, one, _ = (row.prompt_token_ids + row.answer_token_ids for row in rows)
+    assert [shows_images(target, ids) for ids in (text, one)] == [False, True]
+    assert not shows_images(tiny_target, one)
+    check_text(target, text)
+    with pytest.raises(UserError, match="row-01 shows images: 2 of its 10 tokens, the first at 2"):
+        check_text(target, one, "row-01")
+    with pytest.raises(UserError, match="this conversation shows images"):
+        live_states(target, "float32")(one, SLOTS)
+    with pytest.raises(UserError, match="row-01 shows images"):
+        offline_pairs(rows, target, Path(), Path(), dtype="float32", steps=3)
+
+
+def test_stored_states_of_images_are_not_laid_beside_those_of_text(target, store):
+    """The rest of what a diagnosis asks of stored states it asks of all rows."""
+    material = Material(target, TargetHead(target), live_states(target, "float32"), store=store)
+    evidence = collect(material)
+    assert material.problems == [] and evidence.broken_states == []
+    assert [(row.id, row.fits) for row in evidence.stored] == [("row-00", "as stored")]
 
 
 @pytest.mark.parametrize("engine", [FromVllm, FromSglang])
