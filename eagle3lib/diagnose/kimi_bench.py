@@ -49,8 +49,9 @@ from eagle3lib.lab.child import Child
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import read_json, read_jsonl, replace_folder, write_json
 from eagle3lib.measure.arms import RequestRow
-from eagle3lib.target.capture import InProcess, capture, forward_states
+from eagle3lib.target.capture import InProcess, capture
 from eagle3lib.target.folder import Target, open_target
+from eagle3lib.target.forward import forward_states
 from eagle3lib.target.int4 import KIMI_IGNORES, pack_int4
 from eagle3lib.target.kimi_shaped import new_text_tower, save_kimi_shaped
 from eagle3lib.target.model import DTYPES, best_device, load_target

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from eagle3lib.drafter.config import default_slots
-from eagle3lib.target.capture import forward_states
 from eagle3lib.target.folder import Target
+from eagle3lib.target.forward import forward_states
 from eagle3lib.target.images import check_text
 from eagle3lib.target.model import load_target
 

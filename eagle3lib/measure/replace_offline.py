@@ -12,8 +12,8 @@ from eagle3lib.drafter.checkpoint import read_drafter
 from eagle3lib.drafter.simulate import Conversation, simulate
 from eagle3lib.lab.machine import cores
 from eagle3lib.measure.replace import PairedRounds
-from eagle3lib.target.capture import forward_states
 from eagle3lib.target.folder import Target
+from eagle3lib.target.forward import forward_states
 from eagle3lib.target.images import check_text
 from eagle3lib.target.model import DTYPES, TargetHead, load_target
 

@@ -28,14 +28,9 @@ from safetensors.torch import save_file
 
 from eagle3lib.data.rows import AnswerRow
 from eagle3lib.lab.errors import UserError
-from eagle3lib.target.capture import (
-    InProcess,
-    capture,
-    forward_packed,
-    laid_out,
-    length_batches,
-)
+from eagle3lib.target.capture import InProcess, capture
 from eagle3lib.target.folder import Target
+from eagle3lib.target.forward import forward_packed, laid_out, length_batches
 from eagle3lib.target.model import decoder_of
 from eagle3lib.target.packing import can_pack
 

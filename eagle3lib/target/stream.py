@@ -21,8 +21,8 @@ from torch import Tensor
 
 from eagle3lib.data.rows import AnswerRow
 from eagle3lib.lab.errors import UserError
-from eagle3lib.target.capture import forward_packed, forward_states, length_batches
 from eagle3lib.target.folder import Target
+from eagle3lib.target.forward import forward_packed, forward_states, length_batches
 from eagle3lib.target.images import check_media
 from eagle3lib.target.model import decoder_of, load_target
 from eagle3lib.target.packing import can_pack

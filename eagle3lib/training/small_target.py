@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from eagle3lib.data.rows import AnswerRow
 from eagle3lib.lab.errors import UserError
-from eagle3lib.target.capture import length_batches
+from eagle3lib.target.forward import length_batches
 
 _IGNORED = -100
 _BIAS_STEP = 1e-3  # arXiv 2408.15664

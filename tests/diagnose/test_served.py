@@ -22,7 +22,7 @@ from eagle3lib.diagnose.served import (
 from eagle3lib.diagnose.variants import engine_variants, mended_variants
 from eagle3lib.diagnose.waterfall import _with_losses
 from eagle3lib.drafter.simulate import Conversation, simulate
-from eagle3lib.target.capture import forward_states
+from eagle3lib.target.forward import forward_states
 
 LAYERS = tuple(range(1, 11))
 ROPE = {"rope_type": "default", "rope_theta": 100.0}

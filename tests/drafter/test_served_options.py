@@ -17,8 +17,8 @@ from eagle3lib.engine.client import Client
 from eagle3lib.engine.config import EngineConfig
 from eagle3lib.engine.launch import EngineServer
 from eagle3lib.measure.arms import RequestRow
-from eagle3lib.target.capture import forward_states
 from eagle3lib.target.folder import open_target
+from eagle3lib.target.forward import forward_states
 from eagle3lib.target.model import TargetHead, load_target
 from eagle3lib.training.loss import Teacher, draft_ids, label_steps, step_scale, ttt_loss
 

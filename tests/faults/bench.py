@@ -49,8 +49,8 @@ from eagle3lib.lab.files import (
 )
 from eagle3lib.lab.machine import ROOT, cores
 from eagle3lib.lab.run import outputs_root, run_folder
-from eagle3lib.target.capture import forward_states
 from eagle3lib.target.folder import Target, open_target
+from eagle3lib.target.forward import forward_states
 from eagle3lib.target.model import TargetHead, load_target
 
 # What is served first, then how it is counted: metrics follow from the record.

@@ -8,12 +8,8 @@ import torch
 
 from eagle3lib.lab.errors import UserError
 from eagle3lib.target import packing
-from eagle3lib.target.capture import (
-    capture,
-    forward_states,
-    length_batches,
-    teacher_agreement,
-)
+from eagle3lib.target.capture import capture, teacher_agreement
+from eagle3lib.target.forward import forward_states, length_batches
 from eagle3lib.target.model import TargetHead
 from eagle3lib.target.states import StateStore, state_problem
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from eagle3lib.target.capture import forward_states
 from eagle3lib.target.capture_bench import (
     Loaded,
     _padded,
@@ -14,6 +13,7 @@ from eagle3lib.target.capture_bench import (
     reached,
     some_of,
 )
+from eagle3lib.target.forward import forward_states
 
 SLOTS = (2, 5, 7)
 

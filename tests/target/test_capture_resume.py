@@ -11,11 +11,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from eagle3lib.lab.errors import UserError
-from eagle3lib.target.capture import (
-    InProcess,
-    capture,
-    forward_states,
-)
+from eagle3lib.target.capture import InProcess, capture
+from eagle3lib.target.forward import forward_states
 from eagle3lib.target.states import StateStore
 
 SLOTS = (2, 5, 7)

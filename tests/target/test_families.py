@@ -9,14 +9,9 @@ from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, IMAGE_ID, save_target
 
 from eagle3lib.lab.errors import UserError
-from eagle3lib.target.capture import (
-    capture,
-    common_beginning,
-    forward_packed,
-    forward_states,
-    teacher_agreement,
-)
+from eagle3lib.target.capture import capture, teacher_agreement
 from eagle3lib.target.folder import open_target
+from eagle3lib.target.forward import common_beginning, forward_packed, forward_states
 from eagle3lib.target.int4 import GROUP, quantised
 from eagle3lib.target.layers import all_states
 from eagle3lib.target.model import (
@@ -101,7 +96,7 @@ def test_a_shared_beginning_is_computed_once_and_changes_nothing(families, famil
         laid.append(len(ids))
         return forward_packed(model, ids, *rest, **more)
 
-    monkeypatch.setattr("eagle3lib.target.capture.forward_packed", counted)
+    monkeypatch.setattr("eagle3lib.target.forward.forward_packed", counted)
     together = forward_states(model, rows, SLOTS)
     assert laid == [11 + 3 + 20 + 1 + 9]
     for row, states in zip(rows, together, strict=True):

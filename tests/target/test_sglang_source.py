@@ -13,7 +13,8 @@ from eagle3lib.engine.config import EngineConfig, shared_environment
 from eagle3lib.lab import child
 from eagle3lib.lab.errors import UserError
 from eagle3lib.target import sglang_hooks
-from eagle3lib.target.capture import InProcess, capture, forward_states
+from eagle3lib.target.capture import InProcess, capture
+from eagle3lib.target.forward import forward_states
 from eagle3lib.target.sglang_source import FromSglang, check_hooks_run, hooked_config, read_hooked
 from eagle3lib.target.states import StateStore
 

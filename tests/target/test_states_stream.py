@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from eagle3lib.lab.errors import UserError
-from eagle3lib.target.capture import capture, forward_states
+from eagle3lib.target.capture import capture
+from eagle3lib.target.forward import forward_states
 from eagle3lib.target.states import StateStore
 from eagle3lib.target.stream import LiveStates, token_groups
 
