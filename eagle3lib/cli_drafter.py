@@ -84,12 +84,31 @@ def doctor(
         raise typer.Exit(1)
 
 
-def card(run: Annotated[str, typer.Argument(help="name of a run")]) -> None:
-    """Write the model card of a run's drafter again, with what its benchmark measured."""
-    from eagle3lib.drafter.card import rewrite_card
+def card(
+    run: Annotated[str, typer.Argument(help="name of a run")],
+    repo: Annotated[
+        str, typer.Option(help="the id that it will have on the Hub, such as me/eagle3-model")
+    ] = "",
+) -> None:
+    """Write the model card of a run's drafter again, with what its benchmark measured, and print
+    the command that uploads both under your own account.
 
-    path = rewrite_card(run)
-    print(f"{path}\nupload it under your own account: hf upload YOUR_NAME/MODEL {path.parent} .")
+    Example: eagle3 card demo --repo YOUR_NAME/eagle3-SmolLM2-135M-Instruct
+    """
+    from eagle3lib.drafter.card import (
+        before_publishing,
+        rewrite_card,
+        suggested_repo,
+        upload_command,
+    )
+    from eagle3lib.lab.files import read_json
+
+    path = rewrite_card(run, repo)
+    target = read_json(path.parents[1] / "inputs.json")["params"]["target"]
+    print(path)
+    for lacking in before_publishing(run):
+        print(f"before you publish: {lacking}")
+    print(f"upload it: {upload_command(repo or suggested_repo(target), str(path.parent))}")
 
 
 def _shown(found: Diagnosis) -> str:

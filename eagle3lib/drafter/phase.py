@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from eagle3lib.drafter.card import CardFacts, model_card
+from eagle3lib.drafter.card import facts_of_run, model_card
 from eagle3lib.drafter.checkpoint import read_drafter, write_drafter
 from eagle3lib.drafter.doctor import Diagnosis, EngineChoice, examine
 from eagle3lib.drafter.doctor_probe import ask_engine
@@ -21,6 +21,7 @@ from eagle3lib.lab.files import replace_folder, write_text
 from eagle3lib.lab.finding import raise_errors
 from eagle3lib.lab.params import ExportParams, VocabParams
 from eagle3lib.lab.phase_params import resolve
+from eagle3lib.lab.run import run_folder
 from eagle3lib.target.folder import Target
 from eagle3lib.target.model import DTYPES, TargetHead
 
@@ -54,7 +55,14 @@ def export_drafter(
 ) -> Path:
     """Write the serving folder whole or not at all, with its model card. Raises ``UserError`` where
     the engines of ``serve_with`` can't be told its layers."""
-    about = CardFacts(target.name, target.fingerprint, trained_on, cfg.base_model, cfg.licence)
+    about = facts_of_run(
+        run_folder(cfg.run),
+        target.name,
+        target.fingerprint,
+        trained_on,
+        cfg.base_model,
+        cfg.licence,
+    )
 
     def build(temporary: Path) -> None:
         write_drafter(

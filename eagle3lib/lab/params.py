@@ -310,7 +310,7 @@ class ExportParams(PhaseParams):
     max_shard_mib: int = Field(0, ge=0, description="largest weights file in MiB, 0 for one file")
     ask_engines: bool = Field(True, description="ask the installed engines what they will read")
     base_model: str = Field(
-        "", description="Hub id of the target in the model card, its name if empty"
+        "", description="Hub id of the target in the model card, where target is a folder"
     )
     licence: str = Field(
         "", description="licence in the model card, such as apache-2.0, none if empty"

@@ -13,6 +13,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from eagle3lib.drafter.card import suggested_repo, upload_command
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import read_json
 from eagle3lib.lab.journal import DECISIONS, read_journal
@@ -249,11 +250,13 @@ def _next_steps(folder: Path, phases: list[PhaseLine]) -> list[tuple[str, str]]:
     return [
         share,
         ("write the figures into the model card", f"eagle3 card {run}"),
-        (
-            "upload the drafter under your own account",
-            f"hf upload YOUR_NAME/MODEL {shown_path(drafter)} .",
-        ),
+        ("upload the drafter under your own account", _upload(folder, drafter)),
     ]
+
+
+def _upload(folder: Path, drafter: Path) -> str:
+    target = read_json(folder / "manifest.json")["target"]["name"]
+    return upload_command(suggested_repo(target), shown_path(drafter))
 
 
 def _go_on(folder: Path, phases: list[PhaseLine]) -> str:

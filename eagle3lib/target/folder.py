@@ -104,7 +104,7 @@ def _find(name: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+        patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "README.md"]
         found = Path(snapshot_download(name, allow_patterns=patterns))
         if not any(found.glob("*.safetensors")):
             snapshot_download(name, allow_patterns=["pytorch_model*.bin"])

