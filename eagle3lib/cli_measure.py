@@ -174,12 +174,13 @@ def _offline_pairs(
     run: str, target: str, old: Path, new: Path, steps: int, dtype: str, most: int
 ) -> list[Any]:
     from eagle3lib.data.rows import read_answers
-    from eagle3lib.lab.run import run_folder
+    from eagle3lib.lab.run import check_run_target, existing_run
     from eagle3lib.measure.replace_offline import offline_pairs
     from eagle3lib.target.folder import open_target
     from eagle3lib.target.images import shows_images
 
-    folder, opened = run_folder(run) / "01_generate_data", open_target(target)
+    folder, opened = existing_run(run) / "01_generate_data", open_target(target)
+    check_run_target(run, opened.name, opened.fingerprint)
     held = [
         row
         for row in read_answers(folder)
@@ -190,15 +191,11 @@ def _offline_pairs(
         seen = len(held) - len(rows)
         typer.echo(f"left out: {seen} of {len(held)} answers, whose prompts show images", err=True)
     rows = rows[:most]
-    others = {row.target_fingerprint for row in rows} - {opened.fingerprint, ""}
-    if not rows or others:
+    if not rows:
         raise UserError(
-            f"the run has no held-out answers of this target{' to text alone' if held else ''}"
-            if not rows
-            else f"the run's answers are of another target ({', '.join(sorted(others))})",
-            expected=f"answers of {target} ({opened.fingerprint})",
+            f"run {run!r} has no held-out answers{' to text alone' if held else ''}",
             where=folder,
-            next="--run NAME of a run of this target (eagle3 run PROFILE 01)",
+            next="--run NAME of a run that has some (eagle3 run PROFILE 01)",
         )
     return offline_pairs(rows, opened, old, new, dtype=dtype, steps=steps)
 
@@ -206,22 +203,16 @@ def _offline_pairs(
 def _served_pairs(run: str, target: str, old: Path, new: Path) -> list[Any]:
     from eagle3lib.lab.files import read_json
     from eagle3lib.lab.phase_params import resolve
-    from eagle3lib.lab.run import outdated_by, run_folder
+    from eagle3lib.lab.run import check_run_target, existing_run, outdated_by, run_folder
     from eagle3lib.measure.arms import OWN, REFERENCE, drafter_folder, read_requests
     from eagle3lib.measure.replace import served_pairs
     from eagle3lib.target.folder import open_target
 
-    phase = run_folder(run) / "06_benchmark_serving"
+    phase, opened = existing_run(run) / "06_benchmark_serving", open_target(target)
+    check_run_target(run, opened.name, opened.fingerprint)
     if not (phase / "metrics.json").exists():
         raise UserError(f"run {run!r} has no benchmark", where=phase, next=f"eagle3 run {run} 06")
-    inputs, opened = read_json(phase / "inputs.json"), open_target(target)
-    if inputs["target"] != opened.fingerprint:
-        raise UserError(
-            f"the run's benchmark served another target ({inputs['target']})",
-            expected=f"{target} ({opened.fingerprint})",
-            where=phase,
-            next="--run NAME of a run of this target, or --target of this run",
-        )
+    inputs = read_json(phase / "inputs.json")
     reference = inputs["params"].get("reference_drafter")
     if not reference:
         raise UserError(

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from eagle3lib.engine.config import EngineConfig
     from eagle3lib.engine.settings import ServeParams
     from eagle3lib.measure.profile import Load
-    from eagle3lib.target.folder import Target
 
 _PROMPTS = Path("params/prompts/general.jsonl")
 
@@ -101,7 +100,7 @@ def _config(
 ) -> tuple[EngineConfig, Path | None, ServeParams]:
     """The engine's settings without a drafter, the drafter, and the server's own parameters."""
     from eagle3lib.engine.settings import ServeParams, split_words
-    from eagle3lib.lab.run import run_folder
+    from eagle3lib.lab.run import check_run_target, run_folder
     from eagle3lib.measure.arms import OWN, drafter_folder
     from eagle3lib.target.folder import open_target
 
@@ -124,25 +123,10 @@ def _config(
                 expected="a server that only we ask, its log in the profile's folder",
             )
     opened = open_target(target)
-    if run:
-        _check_target(run, opened)
+    if run:  # its drafter beside another target, TARGET's default say, profiles neither
+        check_run_target(run, opened.name, opened.fingerprint)
     config = params.config(opened.folder, flags)
     return config, Path(named[0]) if named else None, params
-
-
-def _check_target(run: str, opened: Target) -> None:
-    """The run's drafter beside another target, TARGET's default say, profiles neither."""
-    from eagle3lib.lab.files import read_json
-    from eagle3lib.lab.run import run_folder
-
-    bound = read_json(run_folder(run) / "manifest.json")["target"]
-    if bound["fingerprint"] != opened.fingerprint:
-        raise UserError(
-            f"run {run!r} belongs to target {bound['name']!r}, not to {opened.name!r}",
-            expected="a profile of the run's own target",
-            where=run_folder(run),
-            next=f"eagle3 profile {bound['name']} --run {run}",
-        )
 
 
 def _load(prompts: Path, requests: int, tokens: int, concurrency: int) -> Load:

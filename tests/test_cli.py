@@ -85,6 +85,7 @@ def test_a_phase_without_its_upstream_says_what_to_run(eagle3, tmp_path, monkeyp
 
 
 class FakeTarget:
+    name = "smollm2-135m-instruct"
     fingerprint = "0123456789abcdef"
 
 

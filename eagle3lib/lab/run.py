@@ -238,7 +238,7 @@ def begin(params: PhaseParams, target_fingerprint: str) -> Phase:
     Raises ``UserError`` when the run folder belongs to another target, and when what the phase
     reads was freed; nothing is touched then.
     """
-    check_run_target(params, target_fingerprint)
+    check_run_target(params.run, params.target, target_fingerprint)
     run = run_folder(params.run)
     folder = run / params.PHASE
     for name in to_make_again(run, params.PHASE):
@@ -292,19 +292,23 @@ def lock_phase(run: str, phase: str) -> FileLock:
     return lock
 
 
-def check_run_target(params: PhaseParams, target_fingerprint: str) -> None:
-    path = run_folder(params.run) / "manifest.json"
-    if not path.exists():
+def check_run_target(run: str, name: str, fingerprint: str) -> None:
+    """Raise ``UserError`` where a run is bound to another target than the one opened as ``name``.
+    A run that has not begun is bound to none."""
+    path = run_folder(run) / "manifest.json"
+    bound = read_json(path)["target"] if path.exists() else {"fingerprint": fingerprint}
+    if bound["fingerprint"] == fingerprint:
         return
-    bound = read_json(path)["target"]
-    if bound["fingerprint"] != target_fingerprint:
-        raise UserError(
-            f"run {params.run!r} belongs to target {bound['name']!r} (fingerprint "
-            f"{bound['fingerprint']}), not to {params.target!r} ({target_fingerprint})",
-            expected="one target a run",
-            where=path,
-            next="choose another name: eagle3 run PROFILE run=NEW_NAME",
-        )
+    changed = bound["name"] == name
+    raise UserError(
+        f"target {name!r} has changed since run {run!r} was made"
+        if changed
+        else f"run {run!r} belongs to target {bound['name']!r}, not to {name!r}",
+        expected=f"one target a run: fingerprint {bound['fingerprint']}, found {fingerprint}",
+        where=path,
+        next=f"the target {'of then' if changed else bound['name']}, "
+        "or another name: eagle3 run PROFILE run=NEW_NAME",
+    )
 
 
 def _set_aside(folder: Path) -> None:

@@ -57,7 +57,7 @@ def run_profile(params: dict[str, PhaseParams], phases: list[str], *, force: boo
     _check_files(params, phases)
     first = params[phases[0]]
     target = open_target(first.target)
-    check_run_target(first, target.fingerprint)
+    check_run_target(first.run, target.name, target.fingerprint)
     folder = run_folder(first.run)
     # For whoever goes on: what was asked, and of the phases left out what the profile says.
     left_out = [n for n in PHASES if not (folder / n / "inputs.json").exists()]

@@ -10,6 +10,7 @@ from eagle3lib.data.template import stop_ids_of
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import hash_file, hash_json, read_json
 from eagle3lib.lab.finding import Finding, raise_errors
+from eagle3lib.lab.run import check_run_target
 from eagle3lib.target import smollm2
 from eagle3lib.target.weights import file_problem, weight_files
 
@@ -75,15 +76,8 @@ def open_target(name: str) -> Target:
 
 def target_of_run(folder: Path) -> Target:
     """The target that a run is bound to. Raises ``UserError`` when it changed since."""
-    bound = read_json(folder / "manifest.json")["target"]
-    target = open_target(bound["name"])
-    if target.fingerprint != bound["fingerprint"]:
-        raise UserError(
-            f"target {target.name!r} has changed since the run was made",
-            expected=f"fingerprint {bound['fingerprint']}, found {target.fingerprint}",
-            where=target.folder,
-            next="point to the target of then, or make another run",
-        )
+    target = open_target(read_json(folder / "manifest.json")["target"]["name"])
+    check_run_target(folder.name, target.name, target.fingerprint)
     return target
 
 

@@ -14,7 +14,7 @@ from eagle3lib.lab.params import (
     PlanParams,
     VocabParams,
 )
-from eagle3lib.lab.run import begin, gather_inputs, phase_state, run_folder
+from eagle3lib.lab.run import begin, check_run_target, gather_inputs, phase_state, run_folder
 
 TARGET = "0123456789abcdef"
 
@@ -201,6 +201,18 @@ def test_only_the_last_stale_folder_is_kept_and_hidden_states_never(generate):
     assert siblings == {"01_generate_data", "01_generate_data.previous"}
     previous = phase.folder.with_name("01_generate_data.previous")
     assert (previous / "made_by_18").exists() and not (previous / "states").exists()
+
+
+def test_of_a_run_and_another_target_both_are_named(generate):
+    complete(generate)
+    check_run_target("mine", generate.target, TARGET)
+    check_run_target("not-begun", generate.target, "another")
+    with pytest.raises(UserError, match=f"(?s)has changed since run 'mine'.*{TARGET}, found an"):
+        check_run_target("mine", generate.target, "another")
+    with pytest.raises(
+        UserError, match=f"(?s)'{generate.target}', not to 'theirs'.*next: *the target sm"
+    ):
+        check_run_target("mine", "theirs", "another")
 
 
 def test_a_run_of_another_target_is_refused_and_nothing_in_it_changed(generate):

@@ -62,6 +62,11 @@ def test_prompts_without_rounds_are_not_counted():
         decide([PairedRounds(0, 0, 3, 1)] * 9)
 
 
+def bound(target):
+    """The manifest of a run of ``target``."""
+    return {"target": {"name": str(target.folder), "fingerprint": target.fingerprint}}
+
+
 @pytest.fixture
 def gate(tmp_path, tiny_target, monkeypatch):
     """``gate(old, new, *words)`` on a run whose benchmark served ``old`` (1 of 3 accepted in each
@@ -69,7 +74,8 @@ def gate(tmp_path, tiny_target, monkeypatch):
     another set, are no part of it."""
     monkeypatch.setenv("EAGLE3_OUTPUTS", str(tmp_path / "outputs"))
     phase = run_folder("r") / "06_benchmark_serving"
-    inputs = {"target": tiny_target.fingerprint, "params": {"reference_drafter": str(tmp_path)}}
+    inputs = {"params": {"reference_drafter": str(tmp_path)}}
+    write_json(run_folder("r") / "manifest.json", bound(tiny_target))
     write_json(phase / "inputs.json", inputs)
     write_json(phase / "metrics.json", {"num_speculative_tokens": 3})
 
@@ -103,7 +109,6 @@ def test_served_the_two_arms_of_the_benchmark_decide(gate, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"target": "another"}, "served another target"),
         ({"params": {}}, "had no reference drafter"),
         ({"params": {"reference_drafter": "/other"}}, "did not serve these two"),
     ],
@@ -112,6 +117,14 @@ def test_a_benchmark_of_something_else_decides_nothing(gate, tmp_path, changes, 
     write_json(gate.phase / "inputs.json", gate.inputs | changes)
     error = gate(tmp_path, gate.own).exception
     assert isinstance(error, UserError) and told in str(error) and "next:" in str(error)
+
+
+def test_a_run_of_another_target_decides_nothing(gate, tmp_path):
+    write_json(run_folder("r") / "manifest.json", {"target": {"name": "other", "fingerprint": "1"}})
+    error = gate(tmp_path, gate.own).exception
+    assert isinstance(error, UserError) and "run 'r' belongs to target 'other'" in str(error)
+    (run_folder("r") / "manifest.json").unlink()
+    assert "there is no run 'r'" in str(gate(tmp_path, gate.own).exception)
 
 
 def test_served_the_order_of_old_and_new_matters(gate, tmp_path):
@@ -149,6 +162,7 @@ def offline(tmp_path, tiny_target, make_row, monkeypatch):
         rows = [make_row(i, ids, [4, 5, 6], split="heldout") for i, ids in enumerate(prompts)]
         phase = run_folder("r") / "01_generate_data"
         phase.mkdir(parents=True)
+        write_json(run_folder("r") / "manifest.json", bound(tiny_target))
         (phase / "answers.jsonl").write_text("".join(json.dumps(asdict(r)) + "\n" for r in rows))
         return CliRunner().invoke(app, ["gate", str(tmp_path), str(tmp_path), "--run", "r",
                                         "--json"])  # fmt: skip
@@ -166,4 +180,4 @@ def test_offline_answers_to_images_are_left_out_and_counted(offline):
 def test_offline_answers_to_images_alone_decide_nothing(offline):
     error = offline([[1, 300], [1, 300, 9]]).exception
     assert isinstance(error, UserError)
-    assert "no held-out answers of this target to text alone" in str(error)
+    assert "no held-out answers to text alone" in str(error)
