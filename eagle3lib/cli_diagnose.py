@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from eagle3lib.lab.errors import UserError
-from eagle3lib.lab.files import read_jsonl, write_json
+from eagle3lib.lab.files import read_json, write_json
 from eagle3lib.target.smollm2 import NAME
 
 if TYPE_CHECKING:
     from eagle3lib.diagnose.cause import Cause
-    from eagle3lib.diagnose.evidence import Evidence
-    from eagle3lib.measure.arms import RequestRow
+    from eagle3lib.diagnose.material import Material
+    from eagle3lib.lab.params import DiagnoseParams
+
+_USAGE = "eagle3 diagnose RUN, or with --target, --drafter and --prompts"
 
 
 def diagnose(
-    run: Annotated[str, typer.Argument(help="a run; left out with --drafter")] = "",
+    run: Annotated[str, typer.Argument(help="a run; left out with --prompts")] = "",
     target: Annotated[str, typer.Option(help="built-in name, folder or Hub id")] = NAME,
     drafter: Annotated[Path | None, typer.Option(help="folder of a drafter from elsewhere")] = None,
     prompts: Annotated[
-        Path | None,
-        typer.Option(help="JSONL: messages to ask --server, or rows of ids with their rounds"),
-    ] = None,
+        str,
+        typer.Option(
+            help="prompts to ask --server, or the target itself; or rows of ids answered "
+            "before, with their rounds"
+        ),
+    ] = "",
     server: Annotated[str, typer.Option(help="address of a server with this drafter")] = "",
-    steps: Annotated[int, typer.Option(help="K, drafted tokens a round")] = 3,
+    steps: Annotated[int, typer.Option(help="K, drafted tokens a round; 0: as recorded")] = 0,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32, as served")] = "bfloat16",
     max_tokens: Annotated[int, typer.Option(help="longest answer asked for")] = 96,
     out: Annotated[Path | None, typer.Option(help="write findings.json here")] = None,
@@ -37,75 +41,78 @@ def diagnose(
     Examples: eagle3 diagnose demo; eagle3 diagnose --target T --drafter D --prompts p.jsonl
     --server http://localhost:8000
     """
-    from eagle3lib.diagnose.causes import causes_of
-    from eagle3lib.diagnose.evidence import collect
-    from eagle3lib.diagnose.material import foreign_material, read_material
+    import torch
+
+    from eagle3lib.diagnose.phase import diagnose as diagnosed
+    from eagle3lib.diagnose.phase import report_of
+    from eagle3lib.lab.machine import cores
+
+    if run and (drafter or prompts or server):
+        raise UserError("a run and a drafter from elsewhere are asked for at once", next=_USAGE)
+    torch.set_num_threads(cores())
+    material, cfg = (
+        _of_run(run) if run else _of_prompts(target, drafter, prompts, server, steps, dtype,
+                                             max_tokens)
+    )  # fmt: skip
+    metrics, causes, _ = diagnosed(material, cfg)
+    for name in ("acceptance", "speed"):
+        print(f"{name}: {metrics['verdicts'][name]}")
+    print("\n" + causes_text(causes))
+    if out:
+        write_json(out, report_of(metrics))
+
+
+def _of_run(run: str) -> tuple[Material, DiagnoseParams]:
+    """A run, with the parameters that its phase 07 was given."""
+    from eagle3lib.diagnose.material import read_material
+    from eagle3lib.lab.params import DiagnoseParams
     from eagle3lib.lab.run import run_folder
     from eagle3lib.target.folder import open_target
 
-    if drafter is not None:
-        rows = _asked(prompts, server, max_tokens)
-        material = foreign_material(open_target(target), drafter, rows, steps, dtype)
-    else:
-        folder = run_folder(run) if run else Path()
-        if not run or not (folder / "manifest.json").exists():
-            raise UserError(
-                f"there is no run {run!r}", where=folder,
-                next="eagle3 diagnose RUN, or with --target, --drafter and --prompts",
-            )  # fmt: skip
-        bound = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["target"]
-        material = read_material(folder, open_target(bound["name"]))
-    evidence = collect(material)
-    causes = causes_of(evidence)
-    print(causes_text(causes))
-    if out:
-        write_json(out, _content(evidence, causes))
+    folder = run_folder(run)
+    if not (folder / "manifest.json").exists():
+        raise UserError(f"there is no run {run!r}", where=folder, next=_USAGE)
+    name = (read_json(folder / "manifest.json").get("target") or {}).get("name")
+    if not name:
+        raise UserError("the run's manifest names no target", where=folder / "manifest.json")
+    given = folder / DiagnoseParams.PHASE / "inputs.json"
+    params = read_json(given)["params"] if given.exists() else {}
+    chosen = {k: params[k] for k in ("tolerance", "good_acceptance_length") if k in params}
+    cfg = DiagnoseParams(run=run, target=name, **chosen)
+    return read_material(folder, open_target(name)), cfg
 
 
-def _asked(prompts: Path | None, server: str, max_tokens: int) -> list[RequestRow]:
-    """Requests of a JSONL: asked of a server now, or answered before (rows of ``requests.jsonl``).
+def _of_prompts(
+    target: str,
+    drafter: Path | None,
+    prompts: str,
+    server: str,
+    steps: int,
+    dtype: str,
+    max_tokens: int,
+) -> tuple[Material, DiagnoseParams]:
+    from eagle3lib.diagnose.asked import asked_rows, with_steps
+    from eagle3lib.diagnose.live import LiveTarget
+    from eagle3lib.diagnose.material import foreign_material
+    from eagle3lib.lab.params import DiagnoseParams
+    from eagle3lib.lab.phase_params import hub_id
+    from eagle3lib.target.folder import open_target
+    from eagle3lib.target.model import DTYPES
 
-    Raises ``UserError`` for rows that hold neither messages nor ids.
-    """
-    from eagle3lib.engine.client import Client
-    from eagle3lib.measure.arms import OWN, RequestRow
-
-    if prompts is None:
-        raise UserError("no prompts", expected="--prompts FILE", next="eagle3 diagnose --help")
-    if not prompts.exists():
-        raise UserError("the file of prompts is not there", where=prompts)
-    rows, out = read_jsonl(prompts), []
-    client = Client(server.rstrip("/")) if server else None
-    for number, row in enumerate(rows, start=1):
-        name = str(row.get("prompt") or row.get("id") or f"row-{number}")
-        if client is None and "answer_token_ids" in row:
-            out.append(
-                RequestRow(OWN, "workload", name, 0, row["prompt_token_ids"],
-                           row["answer_token_ids"], row.get("finish_reason", ""),
-                           float(row.get("duration_s", 0.0)), row.get("accepted"),
-                           row.get("drafted"))
-            )  # fmt: skip
-        elif client is not None and "messages" in row:
-            a = client.chat(row["messages"], max_tokens=max_tokens, temperature=0.0)
-            out.append(
-                RequestRow(OWN, "workload", name, 0, a.prompt_token_ids, a.answer_token_ids,
-                           a.finish_reason, a.duration_s, a.rounds.accepted if a.rounds else None,
-                           a.rounds.drafted if a.rounds else None)
-            )  # fmt: skip
-        else:
-            raise UserError(
-                f"row {number} can't be used: it has {', '.join(sorted(row)) or 'nothing'}",
-                expected="messages with --server, or prompt_token_ids and answer_token_ids without",
-                where=prompts,
-            )
-    if not any(r.accepted is not None for r in out):
-        raise UserError(
-            "no row has the engine's record of rounds",
-            expected="accepted and drafted, lists of numbers a round",
-            where=prompts,
-            next="vLLM: serve with --per-request-spec-decode-metrics detailed",
-        )
-    return out
+    if not prompts:
+        raise UserError("no prompts", expected="--prompts FILE, or a run", next=_USAGE)
+    if dtype not in DTYPES:
+        raise UserError(f"--dtype {dtype} is not known", expected=f"one of {', '.join(DTYPES)}")
+    if drafter is not None and not drafter.is_dir():
+        raise UserError("there is no folder of a drafter", where=drafter, next=_USAGE)
+    live = LiveTarget(open_target(target), dtype)
+    source = prompts if hub_id(prompts) else Path(prompts)
+    asked = asked_rows(source, live, server, max_tokens)
+    rows, found = with_steps(asked.rows, steps)
+    material = foreign_material(
+        live, drafter, rows, found, answered_by=asked.by, counters=asked.counters
+    )
+    return material, DiagnoseParams(target=target)
 
 
 def causes_text(causes: list[Cause]) -> str:
@@ -120,18 +127,3 @@ def causes_text(causes: list[Cause]) -> str:
         lines += [f"  remedy: {c.remedy}"]
         lines += [f"  run:    {c.command}"] if c.command else []
     return "\n".join(lines)
-
-
-def _content(e: Evidence, causes: list[Cause]) -> dict[str, Any]:
-    from eagle3lib.diagnose.evidence import facts
-    from eagle3lib.diagnose.phase import report_of, verdict_line
-    from eagle3lib.diagnose.waterfall import acceptance_waterfall
-
-    return report_of(
-        {
-            "verdicts": {"cause": verdict_line(causes)},
-            "findings": [c.as_dict() for c in causes],
-            "waterfall": acceptance_waterfall(e),
-            **facts(e),
-        }
-    )

@@ -20,7 +20,6 @@ from eagle3lib.diagnose.material import Material
 from eagle3lib.diagnose.outcomes import Outcome, is_explained, outcomes
 from eagle3lib.diagnose.served import Answered, Setting
 from eagle3lib.diagnose.variants import engine_variants, mended_variants, wider_variants
-from eagle3lib.drafter.config import default_slots
 from eagle3lib.drafter.rope import rope_parameters
 from eagle3lib.measure.arms import RequestRow
 from eagle3lib.target.images import text_entries
@@ -80,9 +79,8 @@ def collect(m: Material, *, every_variant: bool = True) -> Evidence:
     is the drafter's own is asked no further."""
     e = Evidence(m)
     if m.own_rows:
-        slots = m.drafter.config.slots if m.drafter else _slots(m)
         for row in m.own_rows:
-            _one_answer(e, row, slots)
+            _one_answer(e, row)
     if m.drafter is not None and m.steps and e.answered:
         base, layers = Setting(m.drafter, m.drafter.config.slots, m.steps), m.target.num_layers
         rope = {"rope_type": "default"} | rope_parameters(m.target.config, "the target's config")
@@ -99,14 +97,10 @@ def collect(m: Material, *, every_variant: bool = True) -> Evidence:
     return e
 
 
-def _slots(m: Material) -> tuple[int, ...]:
-    return m.store.slots if m.store else default_slots(m.target.num_layers)
-
-
-def _one_answer(e: Evidence, row: RequestRow, slots: tuple[int, ...]) -> None:
+def _one_answer(e: Evidence, row: RequestRow) -> None:
     m = e.material
     ids, prompt = row.prompt_token_ids + row.answer_token_ids, len(row.prompt_token_ids)
-    layers = neighbours(slots, m.target.num_layers)
+    layers = neighbours(m.slots, m.target.num_layers)
     states = m.states_of(ids, layers)
     tokens = torch.tensor(ids)
     e.answered.append(

@@ -23,7 +23,7 @@ def acceptance_verdict(
     engine, simulator = compared["engine"], compared["simulator"]
     served, replayed = engine["acceptance_length"], simulator["acceptance_length"]
     if served is None or replayed is None:
-        return "no round was recorded", []
+        return _one_side(served, replayed), []
     findings = _wiring(engine) + _parity(compared, tolerance)
     agree = _agrees(compared, tolerance)
     if not agree:
@@ -36,6 +36,14 @@ def acceptance_verdict(
         verdict = f"low: {served:.2f} tokens a round; the engine is right, the drafter is weak"
         findings.append(_weak(served, good_length))
     return verdict, findings
+
+
+def _one_side(served: float | None, replayed: float | None) -> str:
+    if served is not None:
+        return f"{served:.2f} tokens a round; no drafter could be replayed beside it"
+    if replayed is not None:
+        return f"no round was recorded; the drafter would reach {replayed:.2f} tokens a round"
+    return "no round was recorded"
 
 
 def _wiring(engine: dict[str, Any]) -> list[Finding]:
@@ -55,13 +63,14 @@ def _wiring(engine: dict[str, Any]) -> list[Finding]:
 
 def _agrees(compared: dict[str, Any], tolerance: float) -> bool:
     """In float32 every round; in bfloat16 the pooled lengths, with room for one chain of drafts
-    that a tie tips the other way (it matters where rounds are few)."""
-    if compared["dtype"] == "float32":
+    that a tie tips the other way (it matters where rounds are few). Of rounds told as counts the
+    pooled lengths too, with room for what the engine accepted beyond the end of each answer."""
+    told = compared["rounds_compared"] > 0
+    if told and compared["dtype"] == "float32":
         return bool(compared["rounds_equal"] == compared["rounds_compared"])
     engine, simulator = compared["engine"], compared["simulator"]
-    room = (
-        tolerance * simulator["acceptance_length"] + len(engine["accepted_at"]) / engine["rounds"]
-    )
+    chains = len(simulator["accepted_at"]) * (1 if told else compared["answers"])
+    room = tolerance * simulator["acceptance_length"] + chains / engine["rounds"]
     return bool(abs(engine["acceptance_length"] - simulator["acceptance_length"]) <= room)
 
 
@@ -70,7 +79,8 @@ def _parity(compared: dict[str, Any], tolerance: float) -> list[Finding]:
     replayed = compared["simulator"]["acceptance_length"]
     difference = served / replayed - 1
     equal, total = compared["rounds_equal"], compared["rounds_compared"]
-    evidence = f"{equal} of {total} rounds equal; {served:.3f} served, {replayed:.3f} simulated"
+    evidence = f"{equal} of {total} rounds equal; " if total else ""
+    evidence += f"{served:.3f} served, {replayed:.3f} simulated"
     if not _agrees(compared, tolerance):
         return [
             Finding(
@@ -134,7 +144,9 @@ def lossless_findings(compared: dict[str, dict[str, Any]]) -> list[Finding]:
 
 def speed_verdict(line: dict[str, Any]) -> tuple[str, list[Finding]]:
     """A sentence about speed for one set's arm, apart from acceptance: cost is the other half."""
-    speedup, cost = line["speedup"], line["round_cost"]
+    speedup, cost = line.get("speedup"), line.get("round_cost")
+    if not speedup or not cost:
+        return "not measured", []
     length = line["acceptance"]["acceptance_length"]
     shown = f"{speedup['value']:.2f}x ({interval_text(speedup)})"
     detail = f"{length:.2f} tokens a round at {cost:.2f} plain steps a round"

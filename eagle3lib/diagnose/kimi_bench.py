@@ -41,7 +41,7 @@ from eagle3lib.diagnose.kimi_serve import Arm, failure, requests_file, serve_eng
 from eagle3lib.diagnose.kimi_setting import ENGINE_FLAGS, KINDS, Bench, Kind, Told
 from eagle3lib.diagnose.live import StatesOf
 from eagle3lib.diagnose.replay import compare_counts, replay_answers
-from eagle3lib.drafter.checkpoint import write_drafter
+from eagle3lib.drafter.checkpoint import read_drafter, write_drafter
 from eagle3lib.drafter.config import default_slots
 from eagle3lib.drafter.vocab import build_vocab_map, count_tokens
 from eagle3lib.engine.client import Client
@@ -54,7 +54,7 @@ from eagle3lib.target.folder import Target, open_target
 from eagle3lib.target.forward import forward_states
 from eagle3lib.target.int4 import KIMI_IGNORES, pack_int4
 from eagle3lib.target.kimi_shaped import new_text_tower, save_kimi_shaped
-from eagle3lib.target.model import DTYPES, best_device, load_target
+from eagle3lib.target.model import DTYPES, TargetHead, best_device, load_target
 from eagle3lib.training.checkpoints import Folders, has_checkpoint
 from eagle3lib.training.small_target import TargetTraining, train_small_target
 from eagle3lib.training.start import trained_drafter
@@ -218,16 +218,18 @@ def compare_engine(b: Bench, engine: str) -> Told:
     """Each arm's rounds beside the simulator's along its own answers."""
     rows = [RequestRow(**row) for row in read_jsonl(requests_file(b, engine))]
     target, out = b.served(), {}
-    states_of = _states_on(target, b.dtype, best_device())
+    states_of, head = _states_on(target, b.dtype, best_device()), TargetHead(target, b.dtype)
     alone = Arm(engine, None).name
     plain = {r.prompt: r.answer_token_ids for r in rows if r.arm == alone}
     for kind in KINDS:
         name = Arm(engine, kind).name
         told = [r for r in rows if r.arm == name and r.accepted is not None]
         if told:
+            folder, dtype = b.drafter_folder(kind), DTYPES[b.dtype]
+            drafter = read_drafter(folder, target.config, head.embedding, dtype)
             answers = replay_answers(
-                told, target, b.drafter_folder(kind), dtype=b.dtype, steps=b.steps, plain=plain,
-                states_of=states_of,
+                told, head, states_of, drafter, steps=b.steps, slots=drafter.config.slots,
+                plain=plain,
             )  # fmt: skip
             out[name] = compare_counts(answers, b.steps, b.dtype)
             out[name]["engine_counts"] = _summed(told)

@@ -1,8 +1,9 @@
-"""States from the target itself, loaded once and only when they are first asked for."""
+"""The target itself, loaded once and only when it is first asked."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,24 +27,40 @@ def neighbours(slots: tuple[int, ...], layers: int) -> tuple[int, ...]:
     return tuple(sorted(w for w in wanted if 0 < w <= layers))
 
 
-def live_states(target: Target, dtype: str) -> StatesOf:
-    """One conversation at a time, as in an engine with one request at a time. The neighbours of the
-    slots are captured with them and kept (up to 1 GB): the diagnosis asks for them next.
-    Raises ``UserError`` for a conversation that shows images: the text model can't see them."""
-    loaded: list[Any] = []
-    kept: dict[tuple[int, ...], tuple[tuple[int, ...], Tensor]] = {}
+class LiveTarget:
+    """States of a conversation (called, it is a ``StatesOf``), and the target's own answers. One
+    conversation at a time, as in an engine with one request at a time. The neighbours of the slots
+    are captured with them and kept (up to 1 GB): the diagnosis asks for them next. Raises
+    ``UserError`` for a conversation that shows images: the text model can't see them."""
 
-    def states_of(ids: list[int], slots: tuple[int, ...]) -> Tensor:
-        layers, states = kept.get(tuple(ids), ((), None))
+    def __init__(self, target: Target, dtype: str):
+        self.target, self.dtype = target, dtype
+        self._kept: dict[tuple[int, ...], tuple[tuple[int, ...], Tensor]] = {}
+
+    @cached_property
+    def model(self) -> Any:
+        return load_target(self.target, self.dtype)
+
+    def __call__(self, ids: list[int], slots: tuple[int, ...]) -> Tensor:
+        layers, states = self._kept.get(tuple(ids), ((), None))
         if states is None or not set(slots) <= set(layers):
-            check_text(target, ids)
-            if not loaded:
-                loaded.append(load_target(target, dtype))
-            layers = tuple(sorted({*slots, *neighbours(slots, target.num_layers)}))
-            states = forward_states(loaded[0], [ids], layers)[0]
-            if sum(s.nbytes for _, s in kept.values()) + states.nbytes < _KEPT_BYTES:
-                kept[tuple(ids)] = layers, states
+            check_text(self.target, ids)
+            layers = tuple(sorted({*slots, *neighbours(slots, self.target.num_layers)}))
+            states = forward_states(self.model, [ids], layers)[0]
+            if sum(s.nbytes for _, s in self._kept.values()) + states.nbytes < _KEPT_BYTES:
+                self._kept[tuple(ids)] = layers, states
         chosen = [layers.index(s) for s in slots]
         return torch.cat((states[:, chosen], states[:, -1:]), dim=1)
 
-    return states_of
+    @torch.no_grad()
+    def answer(self, ids: list[int], max_tokens: int) -> list[int]:
+        """The greedy answer to a prompt's ids, its stop token included where it comes."""
+        check_text(self.target, ids)
+        stops, made, cache = set(self.target.stop_ids()), list[int](), None
+        fed = torch.tensor([ids])
+        while len(made) < max_tokens and not (made and made[-1] in stops):
+            out = self.model(input_ids=fed, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            made.append(int(out.logits[0, -1].argmax()))
+            fed = torch.tensor([made[-1:]])
+        return made

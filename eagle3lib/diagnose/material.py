@@ -1,7 +1,8 @@
 """A run as the diagnosis reads it: every artefact once, what can't be read as a cause of its own.
 
-Any part may be None: a run that stopped early, or a drafter trained elsewhere, is diagnosed
-by what is there.
+Any part may be None: a run that stopped early, a drafter trained elsewhere or not readable, an
+engine that tells no rounds, prompts alone: each is diagnosed by what is there, and what is not is
+told by ``rules_unrecorded``.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from torch import Tensor
 
 from eagle3lib.data.rows import AnswerRow, read_answers
 from eagle3lib.diagnose.cause import Cause
-from eagle3lib.diagnose.live import StatesOf, live_states
+from eagle3lib.diagnose.live import LiveTarget, StatesOf
 from eagle3lib.diagnose.replay import first_repeat
 from eagle3lib.drafter.checkpoint import check_drafter_folder, read_drafter
+from eagle3lib.drafter.config import default_slots
 from eagle3lib.drafter.model import Drafter
 from eagle3lib.drafter.vocab import VocabMap
 from eagle3lib.drafter.weights import read_weights
@@ -32,12 +34,18 @@ from eagle3lib.target.model import DTYPES, TargetHead
 from eagle3lib.target.states import StateStore
 
 T = TypeVar("T")
-MOST_ANSWERS = 32  # replayed; a demo run has 24
+MOST_ANSWERS = 32  # asked every question; a demo run has 24
+SETS = ("workload", "general")
+_CAPTURE = "02_capture_hidden_states"
+# What a file that somebody else wrote, or that was cut, makes its reader say.
+_BROKEN = (SafetensorError, OSError, KeyError, TypeError, ValueError, RuntimeError)
 
 
 @dataclass
 class Material:
-    """Artefacts of one run. ``problems`` are those that could not be read."""
+    """Artefacts of one run. ``problems`` are those that could not be read; ``answered_by``:
+    "engine", or "target" where no engine was asked and the requests are the target's own
+    answers."""
 
     target: Target
     head: TargetHead
@@ -59,27 +67,66 @@ class Material:
     requests: list[RequestRow] = field(default_factory=list)
     benchmark: dict[str, Any] = field(default_factory=dict)
     servers: dict[str, Any] = field(default_factory=dict)
+    answered_by: str = "engine"
     problems: list[Cause] = field(default_factory=list)
+
+    def first_answers(self, set_name: str) -> list[RequestRow]:
+        """The first answer to every prompt of a set in our drafter's arm."""
+        return first_repeat(self.requests, OWN, set_name)
 
     @property
     def own_rows(self) -> list[RequestRow]:
-        """The first answer to every prompt of our drafter's arm."""
-        named = [first_repeat(self.requests, OWN, name) for name in ("workload", "general")]
-        return [row for rows in named for row in rows][:MOST_ANSWERS]
+        """Those of both sets that are asked every question."""
+        return [row for name in SETS for row in self.first_answers(name)][:MOST_ANSWERS]
 
     @property
     def steps(self) -> int | None:
-        return self.benchmark.get("num_speculative_tokens")
+        """K of the benchmark; where it names none, that of the record, or of the training."""
+        return (
+            self.benchmark.get("num_speculative_tokens")
+            or recorded_steps(self.requests)
+            or self.training.get("num_speculative_tokens")
+        )
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """Layers whose states are asked for: the drafter's; without one the capture's, or the
+        default ones of a target that has them."""
+        if self.drafter is not None:
+            return self.drafter.config.slots
+        if self.store is not None:
+            return self.store.slots
+        layers = self.target.num_layers
+        return default_slots(layers) if layers >= 7 else (layers,)
+
+    @property
+    def line(self) -> dict[str, Any]:
+        """What the benchmark measured of our drafter on the workload; {} for nothing."""
+        lines = self.benchmark.get("arms") or []
+        return next((a for a in lines if (a["arm"], a["set"]) == (OWN, "workload")), {})
 
     def attempt(self, question: int, read: Callable[[], T], otherwise: T) -> T:
         """``read()``; what a user's mistake or a broken file says becomes a cause."""
-        try:
-            return read()
-        except UserError as error:
-            self.problems.append(_unreadable(error, question))
-        except (SafetensorError, OSError) as error:
-            self.problems.append(_unreadable(UserError(str(error)), question))
-        return otherwise
+        return attempt(self.problems, question, read, otherwise)
+
+
+def recorded_steps(rows: list[RequestRow]) -> int | None:
+    """The commonest number of drafts a round in the engine's record; None where it tells none."""
+    drafted = [n for r in rows for n in r.drafted or []]
+    if drafted:
+        return max(sorted(set(drafted)), key=drafted.count) or None
+    widths = [len(r.counts["accepted_at"]) for r in rows if r.counts and r.counts["accepted_at"]]
+    return max(widths, default=0) or None
+
+
+def attempt(problems: list[Cause], question: int, read: Callable[[], T], otherwise: T) -> T:
+    try:
+        return read()
+    except UserError as error:
+        problems.append(_unreadable(error, question))
+    except _BROKEN as error:
+        problems.append(_unreadable(UserError(f"{type(error).__name__}: {error}"), question))
+    return otherwise
 
 
 def _unreadable(error: UserError, question: int) -> Cause:
@@ -95,38 +142,70 @@ def read_material(
     folder: Path, target: Target, states_of: StatesOf | None = None, head: TargetHead | None = None
 ) -> Material:
     """Read a run's folder. Nothing here runs the target. Of a benchmark of a named drafter the
-    run's data and training are left out: it was trained on something else."""
-    benchmark_file = folder / "06_benchmark_serving" / "metrics.json"
-    benchmark = read_json(benchmark_file) if benchmark_file.exists() else {}
-    dtype = benchmark.get("dtype", "float32")
+    run's data and training are left out: it was trained on something else. A run without a
+    benchmark is diagnosed on the held-out answers of phase 01."""
+    problems: list[Cause] = []
+    place = folder / "06_benchmark_serving"
+    benchmark = attempt(problems, 1, lambda: _json(place / "metrics.json"), {})
+    captured = attempt(problems, 4, lambda: _json(folder / _CAPTURE / "inputs.json"), {})
+    dtype = benchmark.get("dtype") or captured.get("params", {}).get("dtype") or "float32"
     m = Material(
-        target, head or TargetHead(target, dtype), states_of or live_states(target, dtype), dtype,
-        benchmark=benchmark,
+        target, head or TargetHead(target, dtype), states_of or LiveTarget(target, dtype), dtype,
+        benchmark=benchmark, problems=problems,
     )  # fmt: skip
-    own = drafter_folder(folder, OWN)
-    if own == exported_drafter(folder):
+    exported = exported_drafter(folder)
+    own = m.attempt(3, lambda: drafter_folder(folder, OWN), exported)
+    if own == exported:
         _read_data(m, folder)
         _read_training(m, folder)
     _read_export(m, own)
-    place = folder / "06_benchmark_serving"
     m.requests = m.attempt(1, lambda: read_requests(place), [])
-    m.servers = _json(place / "servers.json")
+    m.servers = m.attempt(1, lambda: _json(place / "servers.json"), {})
+    if not m.requests:
+        held = [r for r in m.answers if (r.split, r.repeat) == ("heldout", 0)]
+        m.requests, m.answered_by = [_as_request(r) for r in held], "target"
     return m
 
 
+def _as_request(r: AnswerRow) -> RequestRow:
+    return RequestRow(OWN, r.set, r.id, 0, r.prompt_token_ids, r.answer_token_ids, r.finish_reason,
+                      0.0, None, None)  # fmt: skip
+
+
+def _drafter_missing(folder: Path) -> Cause:
+    return Cause(
+        "drafter-missing", "error", "the drafter that was benchmarked is not there any more",
+        f"no folder {folder}", "put it back, or export it again: what the engine did with it can't "
+        "be told without it",
+        "05_export_drafter", question=3, experiment="the folder that the benchmark names",
+        command="eagle3 run PROFILE 05",
+    )  # fmt: skip
+
+
 def _json(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.exists() else {}
+    """As ``_object``, {} for no file."""
+    return _object(path) if path.exists() else {}
 
 
-def _params(phase: Path) -> dict[str, Any]:
-    return dict(_json(phase / "inputs.json").get("params", {}))
+def _object(path: Path) -> dict[str, Any]:
+    """Raises ``UserError`` for no file, and for one that holds no JSON object."""
+    found = read_json(path)
+    if not isinstance(found, dict):
+        raise UserError(
+            f"a {type(found).__name__} instead of an object", expected="a JSON object", where=path
+        )
+    return found
+
+
+def _params(m: Material, phase: Path) -> dict[str, Any]:
+    return dict(m.attempt(4, lambda: _json(phase / "inputs.json").get("params", {}), {}))
 
 
 def _read_data(m: Material, folder: Path) -> None:
     place = folder / "01_generate_data"
-    m.generated = _params(place)
+    m.generated = _params(m, place)
     m.answers = m.attempt(5, lambda: read_answers(place), [])
-    states = folder / "02_capture_hidden_states" / "states"
+    states = folder / _CAPTURE / "states"
     if states.exists():
         m.store = m.attempt(4, lambda: StateStore(states), None)
     vocab = folder / "03_build_vocab_map" / "vocab_map.safetensors"
@@ -136,8 +215,9 @@ def _read_data(m: Material, folder: Path) -> None:
 
 def _read_training(m: Material, folder: Path) -> None:
     place = folder / "04_train_drafter"
-    m.training, m.training_params = _json(place / "metrics.json"), _params(place)
-    m.curve = read_jsonl(place / "metrics.jsonl")
+    m.training = m.attempt(4, lambda: _json(place / "metrics.json"), {})
+    m.training_params = _params(m, place)
+    m.curve = m.attempt(4, lambda: read_jsonl(place / "metrics.jsonl"), [])
     best = place / "checkpoints" / "best" / "drafter.safetensors"
     if best.exists():
         m.trained = m.attempt(4, lambda: load_file(best), {})
@@ -145,37 +225,55 @@ def _read_training(m: Material, folder: Path) -> None:
 
 def _read_export(m: Material, folder: Path) -> None:
     if not folder.exists():
+        if m.benchmark:
+            m.problems.append(_drafter_missing(folder))
         return
     m.export = folder
-    m.raw_config = m.attempt(3, lambda: read_json(folder / "config.json"), {})
+    m.raw_config = m.attempt(3, lambda: _object(folder / "config.json"), {})
     m.exported = m.attempt(3, lambda: read_weights(folder)[0], {})
     if not m.raw_config or not m.exported:
         return
     config, embedding = m.target.config, m.head.embedding
     m.export_findings = m.attempt(3, lambda: check_drafter_folder(folder, config, embedding), [])
     if any(f.severity == "error" for f in m.export_findings) or "d2t" not in m.exported:
-        m.drafter = _tolerant(m)
+        problems: list[Cause] = []  # the findings say what is wrong
+        m.drafter = attempt(problems, 3, lambda: _drafter(m), None)
         return
-    m.drafter = m.attempt(3, lambda: read_drafter(folder, config, embedding, DTYPES[m.dtype]), None)
+    m.drafter = m.attempt(3, lambda: _drafter(m), None)
 
 
-def _tolerant(m: Material) -> Drafter | None:
-    """The drafter as an engine would load it that checks nothing, None where none could."""
+def _drafter(m: Material) -> Drafter:
+    """The drafter as an engine would load it that checks nothing. Raises ``UserError`` where it
+    reads layers that the target has not."""
     assert m.export is not None
-    try:
-        return read_drafter(m.export, m.target.config, m.head.embedding, DTYPES[m.dtype])
-    except UserError:
-        return None
+    drafter = read_drafter(m.export, m.target.config, m.head.embedding, DTYPES[m.dtype])
+    beyond = [s for s in drafter.config.slots if not 0 < s <= m.target.num_layers]
+    if beyond:
+        raise UserError(
+            f"the drafter reads slots {beyond}",
+            expected=f"slots from 1 to {m.target.num_layers}, the target's layers",
+            where=m.export / "config.json",
+        )
+    return drafter
 
 
 def foreign_material(
-    target: Target, drafter: Path, requests: list[RequestRow], steps: int, dtype: str
+    live: LiveTarget,
+    drafter: Path | None,
+    requests: list[RequestRow],
+    steps: int,
+    *,
+    answered_by: str = "engine",
+    counters: dict[str, float] | None = None,
 ) -> Material:
-    """A drafter that was trained elsewhere: its folder, and requests that some server answered
-    (with its record of rounds where there is one)."""
+    """A drafter that was trained elsewhere, or none: its folder, and requests that some server, or
+    the target itself, answered with K = ``steps``. ``counters``: by what the server's own grew."""
+    target, dtype = live.target, live.dtype
+    told = {"num_speculative_tokens": steps, "dtype": dtype, "counters": {OWN: counters or {}}}
     m = Material(
-        target, TargetHead(target, dtype), live_states(target, dtype), dtype,
-        benchmark={"num_speculative_tokens": steps, "dtype": dtype}, requests=requests,
+        target, TargetHead(target, dtype), live, dtype, requests=requests, benchmark=told,
+        answered_by=answered_by,
     )  # fmt: skip
-    _read_export(m, drafter)
+    if drafter is not None:
+        _read_export(m, drafter)
     return m

@@ -1,107 +1,117 @@
-"""Phase 07: replay what the benchmark's engine answered, and say what is the case."""
+"""Phase 07 and ``eagle3 diagnose``: replay what an engine answered, and say what is the case."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from eagle3lib.diagnose.cause import QUESTIONS, Cause, as_cause, ranked
 from eagle3lib.diagnose.causes import causes_of
-from eagle3lib.diagnose.evidence import Evidence, collect, facts
+from eagle3lib.diagnose.evidence import collect, facts
 from eagle3lib.diagnose.findings import acceptance_verdict, lossless_findings, speed_verdict
-from eagle3lib.diagnose.live import StatesOf, live_states
-from eagle3lib.diagnose.material import read_material
+from eagle3lib.diagnose.material import SETS, Material, read_material
 from eagle3lib.diagnose.replay import (
     ReplayedAnswer,
     compare_counts,
-    first_repeat,
     plain_answers,
     replay_answers,
 )
-from eagle3lib.diagnose.waterfall import acceptance_waterfall, paying_steps, speed_waterfall
-from eagle3lib.lab.errors import UserError
-from eagle3lib.lab.files import read_json, write_json
+from eagle3lib.diagnose.waterfall import acceptance_waterfall, speed_facts
+from eagle3lib.lab.files import write_json
 from eagle3lib.lab.finding import Finding
+from eagle3lib.lab.machine import cores
 from eagle3lib.lab.params import DiagnoseParams
 from eagle3lib.lab.run import Phase
-from eagle3lib.measure.arms import OWN, drafter_folder, read_requests
 from eagle3lib.target.folder import Target
 
 Replayed = dict[str, list[ReplayedAnswer]]
+OnAnswer = Callable[[int], None]
 
 
-def served_states(phase: Phase, target: Target) -> StatesOf:
-    """The target's states in the dtype that was served, made once for replay and diagnosis."""
-    return live_states(target, _metrics(phase, "06_benchmark_serving")["dtype"])
-
-
-def replay_sets(phase: Phase, target: Target, states_of: StatesOf) -> Replayed:
-    """Replay the first answer to every benchmark prompt in our drafter's arm, by prompt set."""
-    benchmark = _metrics(phase, "06_benchmark_serving")
-    rows = read_requests(phase.of("06_benchmark_serving"))
-    chosen = {name: first_repeat(rows, OWN, name) for name in ("workload", "general")}
-    if not chosen["workload"]:
-        raise UserError(
-            "the benchmark has no record of rounds",
-            where=phase.of("06_benchmark_serving"),
-            expected="vLLM 0.32 or newer, which gives one for each request",
-            next="run phase 06 with such an engine",
-        )
-    with phase.progress(sum(map(len, chosen.values())), "answers", "replay") as bar:
-        return {
-            name: replay_answers(
-                picked,
-                target,
-                drafter_folder(phase.folder.parent, OWN),
-                dtype=benchmark["dtype"],
-                steps=benchmark["num_speculative_tokens"],
-                plain=plain_answers(rows),
-                states_of=states_of,
-                on_answer=bar.update,
-            )
-            for name, picked in chosen.items()
-            if picked
-        }
+def _unseen(answers: int) -> None:
+    """Nobody looks on."""
 
 
 def diagnose_run(
-    phase: Phase, cfg: DiagnoseParams, target: Target, states_of: StatesOf, replayed: Replayed
-) -> tuple[dict[str, Any], list[Finding]]:
-    """Numbers and causes of a run: the seven questions in order, none stopped at.
+    phase: Phase, cfg: DiagnoseParams, target: Target
+) -> tuple[dict[str, Any], list[Finding], Replayed]:
+    """Phase 07: ``diagnose`` of a run. Writes ``findings.json``: verdicts, waterfalls, causes with
+    proof and cost, the tables behind."""
+    torch.set_num_threads(cores())
+    material = read_material(phase.folder.parent, target)
+    answers = sum(len(material.first_answers(name)) for name in SETS)
+    with phase.progress(answers, "answers", "replay") as bar:
+        metrics, findings, replayed = diagnose(material, cfg, bar.update)
+    write_json(phase.folder / "findings.json", report_of(metrics))
+    return metrics, list(findings), replayed
 
-    Writes ``findings.json``: verdict, waterfalls, causes with proof and cost, the tables behind.
+
+def diagnose(
+    m: Material,
+    cfg: DiagnoseParams,
+    on_answer: OnAnswer = _unseen,
+    *,
+    every_variant: bool = True,
+) -> tuple[dict[str, Any], list[Cause], Replayed]:
+    """Numbers and causes of a run, or of anybody's drafter: the seven questions in order, none
+    stopped at. What the material lacks leaves its numbers None and its tables empty; the keys stay.
+
+    ``on_answer`` is told of every answer replayed; ``every_variant`` is ``collect``'s.
     """
-    benchmark = _metrics(phase, "06_benchmark_serving")
-    steps = benchmark["num_speculative_tokens"]
+    replayed = replay_sets(m, on_answer)
     compared = {
-        name: compare_counts(answers, steps, benchmark["dtype"])
-        for name, answers in replayed.items()
+        name: compare_counts(answers, m.steps or 0, m.dtype) for name, answers in replayed.items()
     }
-    evidence = collect(read_material(phase.folder.parent, target, states_of))
-    line = next(a for a in benchmark["arms"] if (a["arm"], a["set"]) == (OWN, "workload"))
+    evidence = collect(m, every_variant=every_variant)
     acceptance, old = acceptance_verdict(
         compared["workload"], cfg.tolerance, cfg.good_acceptance_length
     )
-    speed, slow = speed_verdict(line)
+    speed, slow = speed_verdict(m.line)
     causes = causes_of(evidence) + [as_cause(f, 7) for f in slow]
     causes += [as_cause(f, 2) for f in lossless_findings(compared)]
     causes = with_verdict(causes, old)
-    # A drafter from elsewhere has no training here.
-    training = evidence.material.training
-    bigram = training.get("baselines", {}).get("bigram_workload")
-    same_steps = training.get("num_speculative_tokens") == steps
     metrics = {
         "verdicts": {"acceptance": acceptance, "speed": speed, "cause": verdict_line(causes)},
-        "num_speculative_tokens": steps,
+        "num_speculative_tokens": m.steps,
+        "answered_by": m.answered_by,
         **compared,
-        "round_cost": line["round_cost"],
-        "bigram_per_step": _per_step(bigram["histogram"]) if bigram and same_steps else None,
+        "round_cost": m.line.get("round_cost"),
+        "bigram_per_step": _bigram(m),
         "waterfall": acceptance_waterfall(evidence),
-        **_speed(evidence, line, steps),
+        **speed_facts(evidence, m.line, m.steps),
         **facts(evidence),
         "findings": [c.as_dict() for c in causes],
     }
-    write_json(phase.folder / "findings.json", report_of(metrics))
-    return metrics, list(causes)
+    return metrics, causes, replayed
+
+
+def replay_sets(m: Material, on_answer: OnAnswer = _unseen) -> Replayed:
+    """The first answer to every prompt in our drafter's arm, by prompt set; "workload" always."""
+    chosen = {name: m.first_answers(name) for name in SETS}
+    return {
+        name: replay_answers(
+            picked,
+            m.head,
+            m.states_of,
+            m.drafter if m.steps else None,
+            steps=m.steps or 0,
+            slots=m.slots,
+            plain=plain_answers(m.requests),
+            on_answer=on_answer,
+        )
+        for name, picked in chosen.items()
+        if picked or name == SETS[0]
+    }
+
+
+def _bigram(m: Material) -> list[float] | None:
+    """The training's bigram on the workload, where it was measured with this K. A drafter from
+    elsewhere has no training here."""
+    bigram = (m.training.get("baselines") or {}).get("bigram_workload")
+    same_steps = m.training.get("num_speculative_tokens") == m.steps
+    return _per_step(bigram["histogram"]) if bigram and same_steps else None
 
 
 def report_of(metrics: dict[str, Any]) -> dict[str, Any]:
@@ -143,22 +153,7 @@ def with_verdict(causes: list[Cause], old: list[Finding]) -> list[Cause]:
     return ranked([*causes, *kept])
 
 
-def _speed(e: Evidence, line: dict[str, Any], steps: int) -> dict[str, Any]:
-    if e.material.drafter is None:
-        return {}
-    size = sum(f.stat().st_size for f in e.material.target.folder.glob("*.safetensors"))
-    config = e.material.drafter.config
-    return {
-        "speed_waterfall": speed_waterfall(line, config, steps, size),
-        "paying_steps": paying_steps(line, config, steps, size),
-    }
-
-
 def _per_step(histogram: list[int]) -> list[float]:
     """Share of rounds that accepted step k or more, from rounds by accepted drafts."""
     rounds = sum(histogram)
     return [round(sum(histogram[k:]) / rounds, 4) for k in range(1, len(histogram))]
-
-
-def _metrics(phase: Phase, name: str) -> dict[str, Any]:
-    return read_json(phase.of(name) / "metrics.json")

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from eagle3lib.data.rows import read_answers
-from eagle3lib.diagnose.live import live_states
+from eagle3lib.diagnose.live import LiveTarget
 from eagle3lib.diagnose.predictions import AnswerView, ToView, view_answer
 from eagle3lib.drafter.checkpoint import read_drafter
 from eagle3lib.lab.errors import UserError
@@ -83,7 +83,7 @@ def view_run(
     picked = list({item.id: item for item in picked}.values())
     steps, dtype = served_as(folder)
     torch.set_num_threads(cores())
-    head, states_of = TargetHead(target, dtype), live_states(target, dtype)
+    head, states_of = TargetHead(target, dtype), LiveTarget(target, dtype)
     drafter = read_drafter(its_drafter, target.config, head.embedding, DTYPES[dtype])
     views = []
     for item in picked:

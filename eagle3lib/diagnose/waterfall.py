@@ -129,6 +129,18 @@ def _simulated(setting: Setting, answers: list[Answered]) -> float:
     return 1 + sum(accepted) / max(len(accepted), 1)
 
 
+def speed_facts(e: Evidence, line: dict[str, Any], steps: int | None) -> dict[str, Any]:
+    """The waterfall of speed and the K that pay, empty without a drafter or a measured arm."""
+    drafter, counts = e.material.drafter, line.get("acceptance")
+    if drafter is None or not counts or not steps:
+        return {"speed_waterfall": [], "paying_steps": []}
+    size = sum(f.stat().st_size for f in e.material.target.folder.glob("*.safetensors"))
+    return {
+        "speed_waterfall": speed_waterfall(line, drafter.config, steps, size),
+        "paying_steps": paying_steps(line, drafter.config, steps, size),
+    }
+
+
 def speed_waterfall(
     line: dict[str, Any], config: DrafterConfig, steps: int, target_bytes: int
 ) -> list[Level]:

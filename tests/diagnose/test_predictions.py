@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from eagle3lib.diagnose.live import live_states
+from eagle3lib.diagnose.live import LiveTarget
 from eagle3lib.diagnose.predictions import (
     ACCEPTED,
     BONUS,
@@ -39,7 +39,7 @@ STEPS = 3
 @pytest.fixture(scope="module")
 def views(tiny_target, tiny_rows, random_drafter):
     drafter = random_drafter(draft_vocab_size=150)
-    head, states_of = TargetHead(tiny_target, "float32"), live_states(tiny_target, "float32")
+    head, states_of = TargetHead(tiny_target, "float32"), LiveTarget(tiny_target, "float32")
 
     def view(row, **record):
         item = ToView(row.id, row.set, row.prompt_token_ids, row.answer_token_ids, **record)

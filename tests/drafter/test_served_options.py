@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from eagle3lib.data.template import load_chat_template
-from eagle3lib.diagnose.replay import compare_counts, replay_answers
+from eagle3lib.diagnose.live import LiveTarget
+from eagle3lib.diagnose.material import foreign_material
+from eagle3lib.diagnose.phase import replay_sets
+from eagle3lib.diagnose.replay import compare_counts
 from eagle3lib.drafter.checkpoint import set_vocab, write_drafter
 from eagle3lib.drafter.config import OPTIONS, DrafterConfig
 from eagle3lib.drafter.model import Drafter, PackedRows, unroll
@@ -16,7 +19,7 @@ from eagle3lib.drafter.vocab import build_vocab_map, count_tokens
 from eagle3lib.engine.client import Client
 from eagle3lib.engine.config import EngineConfig
 from eagle3lib.engine.launch import EngineServer
-from eagle3lib.measure.arms import RequestRow
+from eagle3lib.measure.arms import OWN, RequestRow
 from eagle3lib.target.folder import open_target
 from eagle3lib.target.forward import forward_states
 from eagle3lib.target.model import TargetHead, load_target
@@ -102,12 +105,11 @@ def test_vllms_rounds_are_the_simulators_with_every_option_on(tmp_path):
         for i, messages in enumerate(asked):
             a = client.chat(messages, max_tokens=TOKENS, temperature=0.0)
             assert a.rounds is not None
-            served.append(RequestRow("x", "workload", str(i), 0, a.prompt_token_ids,
+            served.append(RequestRow(OWN, "workload", str(i), 0, a.prompt_token_ids,
                                      a.answer_token_ids, a.finish_reason, 0.0, a.rounds.accepted,
                                      a.rounds.drafted))  # fmt: skip
-    found = compare_counts(
-        replay_answers(served, target, folder, dtype="float32", steps=STEPS), STEPS, "float32"
-    )
+    material = foreign_material(LiveTarget(target, "float32"), folder, served, STEPS)
+    found = compare_counts(replay_sets(material)["workload"], STEPS, "float32")
     print(found)
     assert found["rounds_equal"] == found["rounds_compared"] > 20
     assert found["engine"]["acceptance_length"] > 1.5, "too few accepted to tell anything"

@@ -7,7 +7,9 @@ import re
 
 import pytest
 
-from eagle3lib.diagnose.replay import compare_counts, first_repeat, replay_answers
+from eagle3lib.diagnose.material import read_material
+from eagle3lib.diagnose.phase import replay_sets
+from eagle3lib.diagnose.replay import compare_counts
 from eagle3lib.lab.params import PHASES
 from eagle3lib.measure.arms import OWN, PLAIN, read_requests
 from eagle3lib.target.folder import open_target
@@ -30,15 +32,13 @@ def test_every_round_of_the_engine_equals_the_simulator(tiny_run):
     off by one position, layer or step could not pass: about a third of the rounds accept
     something.
     """
-    requests = read_requests(tiny_run.folder / "06_benchmark_serving")
-    target = open_target("smollm2-135m-instruct")
-    drafter = tiny_run.folder / "05_export_drafter" / "drafter"
-    rows = first_repeat(requests, OWN, "workload") + first_repeat(requests, OWN, "general")
-    answers = replay_answers(rows, target, drafter, dtype="float32", steps=3)
+    material = read_material(tiny_run.folder, open_target("smollm2-135m-instruct"))
+    assert (material.dtype, material.steps) == ("float32", 3)
+    answers = [a for replayed in replay_sets(material).values() for a in replayed]
     compared = compare_counts(answers, 3, "float32")
     assert compared["rounds_compared"] > 150
     assert compared["rounds_equal"] == compared["rounds_compared"]
-    assert compared["cut_last_rounds"] <= len(rows)
+    assert compared["cut_last_rounds"] <= len(answers)
     for answer in answers:
         theirs, ours = answer.row.accepted, answer.simulated.accepted
         assert len(theirs) == len(ours)

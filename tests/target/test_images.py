@@ -12,7 +12,7 @@ from tiny import save_target
 from transformers import AutoTokenizer
 
 from eagle3lib.diagnose.evidence import collect
-from eagle3lib.diagnose.live import live_states
+from eagle3lib.diagnose.live import LiveTarget
 from eagle3lib.diagnose.material import Material
 from eagle3lib.drafter.align import base_positions, base_span, label_exists, label_index
 from eagle3lib.lab.errors import UserError
@@ -186,14 +186,14 @@ def test_a_forward_of_text_alone_refuses_images(target, tiny_target, rows, monke
     with pytest.raises(UserError, match="row-01 shows images: 2 of its 10 tokens, the first at 2"):
         check_text(target, one, "row-01")
     with pytest.raises(UserError, match="this conversation shows images"):
-        live_states(target, "float32")(one, SLOTS)
+        LiveTarget(target, "float32")(one, SLOTS)
     with pytest.raises(UserError, match="row-01 shows images"):
         offline_pairs(rows, target, Path(), Path(), dtype="float32", steps=3)
 
 
 def test_stored_states_of_images_are_not_laid_beside_those_of_text(target, store):
     """The rest of what a diagnosis asks of stored states it asks of all rows."""
-    material = Material(target, TargetHead(target), live_states(target, "float32"), store=store)
+    material = Material(target, TargetHead(target), LiveTarget(target, "float32"), store=store)
     evidence = collect(material)
     assert material.problems == [] and evidence.broken_states == []
     assert [(row.id, row.fits) for row in evidence.stored] == [("row-00", "as stored")]
