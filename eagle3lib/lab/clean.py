@@ -18,7 +18,8 @@ from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import read_json, write_json
 from eagle3lib.lab.journal import record
 from eagle3lib.lab.large import LARGE, freed, to_make_again
-from eagle3lib.lab.run import existing_run, lock_phase, outdated_by, whole_phases
+from eagle3lib.lab.manifest import whole_phases
+from eagle3lib.lab.run import existing_run, lock_phase, outdated_by
 
 PREVIOUS = "previous"
 KINDS = (*LARGE, PREVIOUS)

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tqdm.auto import tqdm
 
 from eagle3lib.lab.files import write_json
+
+
+@dataclass(frozen=True)
+class ProgressFile:
+    """How far a phase is; gone when it is whole."""
+
+    what: str
+    done: float | None = None  # None where nothing can be counted, an engine's start for example
+    total: int | None = None
+    unit: str = ""
+    left_s: float | None = None  # of this counting alone, None before the first step
 
 
 class Progress:
@@ -35,15 +47,8 @@ class Progress:
         rate = (done - self._initial) / elapsed_s if elapsed_s > 0 else 0.0
         left_s = max(0.0, total - done) / rate if rate > 0 else None
         left_s = None if left_s is None else round(left_s, 1)
-        write_progress(self._path, self._what, done, total, self._bar.unit, left_s)
+        write_progress(self._path, ProgressFile(self._what, done, total, self._bar.unit, left_s))
 
 
-def write_progress(
-    path: Path,
-    what: str,
-    done: float | None = None,
-    total: int | None = None,
-    unit: str = "",
-    left_s: float | None = None,
-) -> None:
-    write_json(path, {"what": what, "done": done, "total": total, "unit": unit, "left_s": left_s})
+def write_progress(path: Path, now: ProgressFile) -> None:
+    write_json(path, asdict(now))

@@ -25,21 +25,21 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
 from filelock import FileLock, Timeout
 
 from eagle3lib.lab.errors import UserError
-from eagle3lib.lab.files import hash_files, hash_json, hash_path, read_json, write_json
+from eagle3lib.lab.files import hash_json, hash_path, read_json, write_json
 from eagle3lib.lab.journal import keep_profile, read_journal, record
 from eagle3lib.lab.large import freed, is_freed, to_make_again
-from eagle3lib.lab.machine import ROOT, describe_machine, git_state, versions
-from eagle3lib.lab.params import PHASES
+from eagle3lib.lab.machine import ROOT
+from eagle3lib.lab.manifest import PhaseInputs, PhaseManifest, write_run_manifest
 from eagle3lib.lab.phase_params import PhaseParams, run_name_problem
-from eagle3lib.lab.progress import Progress, write_progress
+from eagle3lib.lab.progress import Progress, ProgressFile, write_progress
 
 # Who asks whether a phase runs holds its lock for an instant (report/campaign.py).
 _LOCK_S = 1.0
@@ -107,27 +107,18 @@ class Phase:
     def note(self, what: str) -> None:
         """Say what a phase is at where nothing can be counted, e.g. an engine's start."""
         print(what, flush=True)
-        write_progress(self.folder / "progress.json", what)
+        write_progress(self.folder / "progress.json", ProgressFile(what))
 
     def finish(self, metrics: dict[str, Any], artefacts: Iterable[Path] = ()) -> Metrics:
         """Write metrics, then the manifest, last. Returns the metrics, to be shown."""
         write_json(self.folder / "metrics.json", metrics)
         files = sorted(artefacts)
-        manifest = {
-            "phase": self.name,
-            "finished": datetime.now(UTC).isoformat(timespec="seconds"),
-            "duration_s": round(time.time() - self.started_s, 1),
-            "inputs": self.inputs,
-            "fingerprint": hash_files(files, self.folder),
-            "artefacts": {str(p.relative_to(self.folder)): p.stat().st_size for p in files},
-            "versions": versions(),
-            "git": git_state(),
-        }
-        write_json(self.folder / "manifest.json", manifest)
+        manifest = PhaseManifest.of(self.folder, self.inputs, files, time.time() - self.started_s)
+        manifest.write(self.folder)
         (self.folder / "progress.json").unlink(missing_ok=True)
-        _write_run_manifest(self.params, self.inputs["target"])
-        seconds = manifest["duration_s"]
-        record(run_folder(self.params.run), "finished", phase=self.name, duration_s=seconds)
+        run, seconds = run_folder(self.params.run), manifest.duration_s
+        write_run_manifest(run, self.params.target, self.inputs["target"])
+        record(run, "finished", phase=self.name, duration_s=seconds)
         return Metrics(metrics)
 
 
@@ -159,13 +150,14 @@ def gather_inputs(params: PhaseParams, target_fingerprint: str) -> dict[str, Any
                 where=path,
             )
         files[field_name] = hash_path(path)
-    return {
-        "target": target_fingerprint,
-        "params": params.model_dump(mode="json", exclude={"run", *params.FREE}),
-        "upstream": upstream,
-        "files": files,
-        "notebook": notebook_hash(params.PHASE),
-    }
+    inputs = PhaseInputs(
+        target=target_fingerprint,
+        params=params.model_dump(mode="json", exclude={"run", *params.FREE}),
+        upstream=upstream,
+        files=files,
+        notebook=notebook_hash(params.PHASE),
+    )
+    return asdict(inputs)
 
 
 def notebook_hash(phase: str) -> str:
@@ -259,7 +251,7 @@ def begin(params: PhaseParams, target_fingerprint: str) -> Phase:
     keep_profile(run, {params.PHASE: params})
     write_json(folder / "inputs.json", inputs)
     (folder / "manifest.json").unlink(missing_ok=True)
-    _write_run_manifest(params, target_fingerprint)
+    write_run_manifest(run, params.target, target_fingerprint)
     return Phase(params=params, inputs=inputs, started_s=time.time() - earlier_s, lock=lock)
 
 
@@ -336,37 +328,3 @@ def _explain_difference(old: dict[str, Any], new: dict[str, Any]) -> str:
     if old["target"] != new["target"]:
         words.append("the target changed")
     return ", ".join(words[:4]) or "its recorded inputs are of another version"
-
-
-def _write_run_manifest(params: PhaseParams, target_fingerprint: str) -> None:
-    folder = run_folder(params.run)
-    write_json(
-        folder / "manifest.json",
-        {
-            "run": params.run,
-            "target": {"name": params.target, "fingerprint": target_fingerprint},
-            "phases": whole_phases(folder),
-            "machine": describe_machine(folder),
-            "versions": versions(),
-            "git": git_state(),
-        },
-    )
-
-
-def whole_phases(folder: Path) -> dict[str, dict[str, Any]]:
-    """Of every phase that is whole: when, how long, bytes on disk, fingerprint, parameters."""
-    phases = {}
-    for name in PHASES:
-        manifest = folder / name / "manifest.json"
-        if manifest.exists():
-            content = read_json(manifest)
-            gone = content.get("freed", {})
-            kept = {n: size for n, size in content["artefacts"].items() if not is_freed(n, gone)}
-            phases[name] = {
-                "finished": content["finished"],
-                "duration_s": content["duration_s"],
-                "bytes": sum(kept.values()),
-                "fingerprint": content["fingerprint"],
-                "parameters": content["inputs"]["params"],
-            }
-    return phases

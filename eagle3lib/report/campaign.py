@@ -19,9 +19,10 @@ from eagle3lib.lab.files import read_json
 from eagle3lib.lab.journal import DECISIONS, read_journal
 from eagle3lib.lab.large import freed
 from eagle3lib.lab.machine import ROOT
+from eagle3lib.lab.manifest import whole_phases
 from eagle3lib.lab.params import PHASES
 from eagle3lib.lab.profile import load_profile
-from eagle3lib.lab.run import existing_run, outdated_by, whole_phases
+from eagle3lib.lab.run import existing_run, outdated_by
 from eagle3lib.lab.words import duration_text, now_text, size_text, time_text
 from eagle3lib.measure.arms import OWN, PLAIN, REFERENCE, drafter_folder, exported_drafter
 

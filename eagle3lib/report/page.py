@@ -17,9 +17,10 @@ from eagle3lib.lab.explore import EXPLORERS
 from eagle3lib.lab.files import read_json, read_jsonl, write_text
 from eagle3lib.lab.finding import raise_errors
 from eagle3lib.lab.machine import ROOT
+from eagle3lib.lab.manifest import whole_phases
 from eagle3lib.lab.notebooks import NOTEBOOKS, read_notebook
 from eagle3lib.lab.params import PHASES
-from eagle3lib.lab.run import existing_run, outdated_by, outputs_root, run_folder, whole_phases
+from eagle3lib.lab.run import existing_run, outdated_by, outputs_root, run_folder
 from eagle3lib.lab.words import duration_text, interval_text, now_text, size_text
 from eagle3lib.measure.arms import OWN, PLAIN, drafter_folder, read_requests, read_sweeps
 from eagle3lib.measure.profile import FOLDER as PROFILE

@@ -25,7 +25,9 @@ from eagle3lib.engine.settings import ServeParams
 from eagle3lib.lab.explore import EXPLORERS
 from eagle3lib.lab.files import write_text
 from eagle3lib.lab.machine import ROOT
+from eagle3lib.lab.manifest import PhaseInputs, PhaseManifest, RunManifest, WholePhase
 from eagle3lib.lab.params import PHASES
+from eagle3lib.lab.progress import ProgressFile
 from eagle3lib.measure.arms import RequestRow
 from eagle3lib.measure.profile import ArmProfile
 from eagle3lib.target.states import StateEntry
@@ -34,6 +36,10 @@ FOLDER = ROOT / "docs" / "reference"
 _MADE = "*Written by `make docs` from the code. Edit the models, not this page.*"
 # File -> the class whose fields one line, or one entry, of it has.
 _ARTEFACTS: dict[str, tuple[type, ...]] = {
+    "manifest.json of a run": (RunManifest, WholePhase),
+    "manifest.json of a phase": (PhaseManifest,),
+    "inputs.json of a phase": (PhaseInputs,),
+    "progress.json of a phase that runs": (ProgressFile,),
     "01_generate_data/rejects.jsonl": (Reject,),
     "02_capture_hidden_states/states/index.json, under conversations": (StateEntry,),
     "06_benchmark_serving/requests.jsonl, sweeps.jsonl": (RequestRow, RoundCounts),

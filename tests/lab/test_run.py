@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from eagle3lib.lab import run
+from eagle3lib.lab import manifest, run
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import hash_file, read_json, write_json
 from eagle3lib.lab.params import (
@@ -88,7 +88,8 @@ def test_the_manifest_is_written_last(generate, monkeypatch):
         written.append(path)
         write(path, value)
 
-    monkeypatch.setattr(run, "write_json", record)
+    for room in (run, manifest):
+        monkeypatch.setattr(room, "write_json", record)
     phase = complete(generate)
     own = [p.name for p in written if p.parent == phase.folder]
     assert own[0] == "inputs.json" and own[-1] == "manifest.json"

@@ -41,7 +41,9 @@ def made(tmp_path, monkeypatch):
             phase.lock.release(force=True)
 
     monkeypatch.setattr(runner, "execute", execute)
-    monkeypatch.setattr(runner, "open_target", lambda name: SimpleNamespace(fingerprint=TARGET))
+    monkeypatch.setattr(
+        runner, "open_target", lambda name: SimpleNamespace(name=name, fingerprint=TARGET)
+    )
     monkeypatch.setattr(runner, "build_page", lambda run: run_folder(run) / "index.html")
     monkeypatch.setattr(runner, "refresh_page", lambda run: None)
     monkeypatch.setattr(runner, "phase_metrics", lambda folder: {})
