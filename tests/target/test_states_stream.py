@@ -1,6 +1,7 @@
 """Live states are the stored ones, however they are asked for."""
 
 import threading
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from eagle3lib.lab.errors import UserError
 from eagle3lib.target.capture import capture
-from eagle3lib.target.forward import forward_states
+from eagle3lib.target.forward import forward_packed, forward_states
 from eagle3lib.target.states import StateStore
 from eagle3lib.target.stream import LiveStates, token_groups
 
@@ -100,6 +101,56 @@ def test_threads_take_turns(live):
         thread.join()
     for name, row in (found[0] | found[1]).items():
         torch.testing.assert_close(row.slots, expected[name].slots, atol=1e-4, rtol=1e-5)
+
+
+@pytest.fixture
+def forwards(monkeypatch):
+    """The lengths of the rows of each forward."""
+    asked = []
+
+    def watched(forward, lengths_of):
+        def made(*args, **more):
+            asked.append(lengths_of(*args))
+            return forward(*args, **more)
+
+        return made
+
+    for forward, lengths_of in (
+        (forward_states, lambda m, rows, *_: [len(r) for r in rows]),
+        (forward_packed, lambda m, ids, lengths, *_: list(lengths)),
+    ):
+        name = f"eagle3lib.target.stream.{forward.__name__}"
+        monkeypatch.setattr(name, watched(forward, lengths_of))
+    return asked
+
+
+def test_memory_is_bounded_and_nothing_is_made_before_it_is_asked_for(
+    tiny_target, tiny_rows, forwards
+):
+    """Back-pressure: of however many rows are asked for, eight batches are there at most, made or
+    handed over, while whoever takes them takes his time; a forward is never of more than a
+    batch."""
+    live = LiveStates(tiny_target, tiny_rows, slots=SLOTS, dtype="float32", batch_tokens=32)
+    window, asked = 8 * 32, live.entries * 5
+    assert sum(e.tokens for e in asked) > 3 * window
+    given, alive, rows = 0, [], live.rows(asked)
+    assert forwards == []
+    while (row := next(rows, None)) is not None:
+        made = sum(map(sum, forwards))
+        assert made - given <= window
+        given += row.entry.tokens
+        alive = [(ref, n) for ref, n in alive if ref() is not None]
+        alive.append((weakref.ref(row.slots), row.entry.tokens))
+        assert len(alive) <= 2  # this one, and the one before it until its name is bound anew
+    assert given == sum(map(sum, forwards)) == sum(e.tokens for e in asked)
+    assert all(len(lengths) == 1 or sum(lengths) <= 32 for lengths in forwards)
+
+
+def test_a_pack_is_made_by_forwards_of_a_batch_each(live, forwards):
+    slots, last = live.packed(live.entries)
+    assert len(slots) == len(last) == sum(e.tokens for e in live.entries) > 3 * 64
+    assert len(forwards) > 1
+    assert all(len(lengths) == 1 or sum(lengths) <= 64 for lengths in forwards)
 
 
 def test_token_groups(store):
