@@ -38,6 +38,12 @@ _REMEDY = {
     "engine-tensor-parallel": "serve with tensor parallel 1 for the drafter, and report it",
 }
 
+# vLLM 0.32 on a CPU spreads the temperature over the drafts by a kernel that writes none of it.
+_SAMPLER = (
+    "serve the same prompts at temperature 0: if drafts are accepted there, it is the engine's "
+    "sampler, not the drafter (vLLM on a CPU, issue 55005: docs/serving.md)"
+)
+
 
 def agrees(e: Evidence) -> bool | None:
     """Whether the engine's record is the simulator's; None where there is nothing to compare."""
@@ -139,26 +145,29 @@ def _nothing(e: Evidence) -> list[Cause]:
         return []
     plain = e.engine_table[0] if e.engine_table else None
     simulated = (plain.acceptance_length if plain else None) or 1.0
-    could = simulated > 1.02
+    could, heat = simulated > 1.02, e.material.benchmark.get("temperature", 0.0)
     alike = [o for o in e.engine_table[1:] if could and o.rounds and o.rounds_equal == o.rounds]
-    labels = ", ".join(f'"{o.label}"' for o in alike)
+    # Only where it sampled: greedily no sampler takes part.
+    sampler = [f'"the engine\'s sampler at temperature {heat:g}"'] if could and heat else []
+    labels = ", ".join([*sampler, *(f'"{o.label}"' for o in alike)])
     causes = tuple(dict.fromkeys(o.cause for o in alike))
+    remedies = [_SAMPLER] * len(sampler) + [_REMEDY[code] for code in causes]
     return [
         Cause(
             "nothing-accepted", "error",
             f"not one draft was accepted in {len(record)} rounds"
-            + (f", as with {labels}, or with drafts that are never verified" if alike else ""),
+            + (f", as with {labels}, or with drafts that are never verified" if labels else ""),
             "a drafter that always says the commonest token is accepted now and then; the "
             f"simulator reaches {simulated:.2f}"
             + (f"; of the known faults of engines these alone leave nothing: {labels}"
-               if alike else ""),
+               if labels else ""),
             "this is wiring, not training: "
-            + ("; ".join(_REMEDY[code] for code in causes)
-               or "vocabulary map, embeddings, layer ids, shapes")
+            + ("; ".join(remedies) or "vocabulary map, embeddings, layer ids, shapes")
             + f"; look whether drafts are verified at all; {_EXPERIMENTS}",
             _WHERE, question=2, proof="shown" if could else "measured", cost=simulated - 1.0,
             experiment="the record of every round beside the simulator's, and beside every known "
-            "fault's", command="eagle3 run PROFILE 06 07", alike=causes,
+            "fault's", command="eagle3 run PROFILE 06 07",
+            alike=(("sampling-accepts-nothing",) if sampler else ()) + causes,
         )
     ]  # fmt: skip
 

@@ -16,11 +16,13 @@ def outcome(cause, label, equal, rounds=200, up_to=()):
     return Outcome(cause, label, equal, rounds, 1.4, 0.0, 0.0, (), parts)
 
 
-def evidence(*table, dtype="float32", accepted=(1, 0) * 100):
+def evidence(*table, dtype="float32", accepted=(1, 0) * 100, heat=0.0):
     return SimpleNamespace(
         engine_table=list(table),
         answered=[SimpleNamespace(accepted=list(accepted))],
-        material=SimpleNamespace(dtype=dtype, drafter=None, steps=3),
+        material=SimpleNamespace(
+            dtype=dtype, drafter=None, steps=3, benchmark={"temperature": heat}
+        ),
     )
 
 
@@ -113,6 +115,18 @@ def test_nothing_accepted_is_wiring_and_names_what_would_leave_nothing():
     (found,) = engine(evidence(*table, accepted=(0,) * 200))
     assert found.severity == "error" and found.names == {"nothing-accepted", "engine-map-misread"}
     assert "wiring, not training" in found.remedy and "offsets as ids" in found.title
+
+
+@pytest.mark.parametrize("heat", [0.0, 0.7])
+def test_a_sampled_record_of_zeros_names_the_engines_sampler(heat):
+    """vLLM issue 55005, once seen: exactly 1.00 at temperature 0.7, and 1.48 greedily."""
+    e = evidence(outcome("", AS_EXPORTED, 120), outcome(ROPE, "base", 9), accepted=(0,) * 200,
+                 heat=heat)  # fmt: skip
+    (found,) = engine(e)
+    named = {"sampling-accepts-nothing"} if heat else set()
+    assert found.names == {"nothing-accepted"} | named
+    assert ("sampler at temperature 0.7" in found.title) == bool(heat)
+    assert ("at temperature 0" in found.remedy) == bool(heat)
 
 
 def test_a_short_record_of_zeros_proves_nothing():
