@@ -41,7 +41,6 @@ KINDS = {
 }
 TIE_NATS = 0.2  # the better of two holds 1.22 times the probability of the other
 TOP = 5
-PASSAGE_ROUNDS = 8
 _CHUNK = 512  # positions whose logits exist at a time
 Choice = tuple[int, float]  # target id, probability
 
@@ -70,6 +69,7 @@ class Round:
     simulated: int
     compared: bool
     state_rms: list[float]  # of the target's state that the round was drafted from, by slot
+    drafter_rms: list[float]  # of the drafter's own state at each of its steps, before its norm
 
     @property
     def parted(self) -> bool:
@@ -122,7 +122,11 @@ def view_answer(
     recorded = item.accepted is not None and not problem
     spans = _recorded(item, steps) if recorded else _simulated(counts, len(answer), steps)
     rms = states[prompt - 1 :, :-1].float().square().mean(-1).sqrt()
-    rounds = [_round(counts[at], at, c, w, len(answer), rms[at].tolist()) for at, c, w in spans]
+    own_rms = _own_rms(made)
+    rounds = [
+        _round(counts[at], at, c, w, len(answer), rms[at].tolist(), own_rms[at, :w].tolist())
+        for at, c, w in spans
+    ]
     target = _looked_up(head.logits, states[prompt - 1 : -1, -1].to(head.norm.dtype), answer)
     tokens = _tokens(answer, rounds, target, made, drafter)
     return AnswerView(
@@ -160,11 +164,13 @@ def _simulated(counts: list[int], answer_tokens: int, steps: int) -> list[tuple[
 
 
 def _round(
-    mine: int, at: int, theirs: int, width: int, answer_tokens: int, rms: list[float]
-) -> Round:
+    mine: int, at: int, theirs: int, width: int, answer_tokens: int,
+    rms: list[float], own_rms: list[float],
+) -> Round:  # fmt: skip
     mine, left = min(mine, width), answer_tokens - 1 - at
     compared = max(mine, theirs) < left
-    return Round(at, min(theirs, left), width, mine, compared, [round(x, 3) for x in rms])
+    told = ([float(f"{x:.3g}") for x in of] for of in (rms, own_rms))
+    return Round(at, min(theirs, left), width, mine, compared, *told)
 
 
 def _drafted(
@@ -180,6 +186,13 @@ def _drafted(
 def _drafts(made: list[Step], steps: int) -> Int64[Tensor, "P K"]:
     drafts = [step.drafts for step in made if step.drafts is not None]
     return torch.stack(drafts, 1).cpu() if drafts else torch.empty(0, steps, dtype=torch.int64)
+
+
+def _own_rms(made: list[Step]) -> Float[Tensor, "P K"]:
+    """Size of what each step's draft is read from. It grows or shrinks from step to step where a
+    drafter was never trained on its own states, or feeds back the wrong side of its norm."""
+    sizes = [step.hidden.float().square().mean(-1).sqrt() for step in made]
+    return torch.stack(sizes, 1).cpu() if sizes else torch.empty(0, 0)
 
 
 @dataclass(frozen=True)
@@ -270,37 +283,6 @@ def kind_of(index: int, of: Round | None, inside: bool, margin: float) -> str:
     if margin < TIE_NATS:
         return TIE
     return FIRST if step == 1 else CHAIN
-
-
-@dataclass(frozen=True)
-class Passage:
-    """Some rounds on end: answer tokens first..last of one answer."""
-
-    answer: int
-    first: int
-    last: int
-    rounds: int
-    accepted: int
-
-    @property
-    def length(self) -> float:
-        return 1 + self.accepted / self.rounds
-
-
-def passages(views: list[AnswerView], rounds: int = PASSAGE_ROUNDS) -> list[Passage]:
-    """Answers cut into passages of ``rounds`` rounds (a shorter rest joins the one before), the
-    lowest acceptance length first, in their own order where it is the same."""
-    out = []
-    for number, view in enumerate(views):
-        cuts = list(range(0, max(len(view.rounds) - rounds, 0) + 1, rounds))
-        for c, cut in enumerate(cuts):
-            part = view.rounds[cut : cuts[c + 1] if c + 1 < len(cuts) else None]
-            if part:
-                end = cut + len(part)
-                last = view.rounds[end].start if end < len(view.rounds) else len(view.tokens) - 1
-                accepted = sum(r.accepted for r in part)
-                out.append(Passage(number, part[0].start + 1, last, len(part), accepted))
-    return sorted(out, key=lambda p: p.length)
 
 
 def kind_counts(views: Iterable[AnswerView]) -> dict[str, int]:

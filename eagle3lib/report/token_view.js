@@ -1,11 +1,20 @@
 // Draws the passages of one token view as they are scrolled to. All data is in the block's own JSON.
-(function (root) {
+(async function (root) {
   if (!root || root.dataset.drawn) return;
   root.dataset.drawn = "1";
-  const D = JSON.parse(root.querySelector("script[type='application/json']").textContent);
+  const reason = root.querySelector(".static .reason");
+  if (!window.DecompressionStream) {
+    reason.textContent = "This browser can't unpack the answers (DecompressionStream): these are the worst passages.";
+    return;
+  }
+  reason.textContent = "Unpacking the answers …";
+  const packed = root.querySelector("script[type='text/plain']");
+  const bytes = Uint8Array.from(atob(packed.textContent.trim()), (c) => c.charCodeAt(0));
+  packed.remove();
+  const D = await new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).json();
   const list = root.querySelector(".list"), tip = root.querySelector(".tip"), said = root.querySelector(".said");
   const more = root.querySelector(".more"), order = root.querySelector(".order"), set = root.querySelector(".set");
-  const PAGE = 20, NEAR = 12;
+  const PAGE = 20, PAGE_TOKENS = 2000, NEAR = 12;
   let wanted = "", queue = [], shown = 0;
 
   const make = (tag, cls, text) => {
@@ -55,11 +64,19 @@
   }
 
   function draw() {
-    const part = queue.slice(shown, shown + PAGE);
+    let end = shown;
+    for (let tokens = 0; end < queue.length && end < shown + PAGE && tokens < PAGE_TOKENS; end++) tokens += queue[end][2] - queue[end][1];
+    const part = queue.slice(shown, end);
     list.append(...part.map(section));
     shown += part.length;
     more.hidden = shown >= queue.length;
     said.textContent = shown.toLocaleString("en") + " of " + queue.length.toLocaleString("en") + " passages are drawn";
+  }
+
+  function inTurns(sorted) { // each answer's first, then each one's second, and so on
+    const seen = new Map(), turn = new Map();
+    for (const p of sorted) { turn.set(p, seen.get(p[0]) || 0); seen.set(p[0], turn.get(p) + 1); }
+    return sorted.sort((a, b) => turn.get(a) - turn.get(b));
   }
 
   function restart() {
@@ -67,6 +84,8 @@
     const whole = order.value === "answers";
     const all = whole ? D.answers.map((a, n) => [n, Math.min(1, a.t.length - 1), a.t.length - 1, a.r.length, a.accepted]) : D.passages;
     queue = all.filter((p) => !set.value || D.answers[p[0]].set === set.value);
+    // Sorting is stable: what is equal keeps the order of the turns.
+    if (order.value === "strict") queue.sort((a, b) => a[4] / a[3] - b[4] / b[3]);
     if (wanted) {
       const count = new Map(queue.map((p) => {
         let c = 0;
@@ -75,6 +94,7 @@
       }));
       queue = queue.filter((p) => count.get(p));
       if (!whole) queue.sort((a, b) => count.get(b) - count.get(a));
+      if (order.value === "passages") inTurns(queue);
     }
     list.replaceChildren();
     shown = 0;
@@ -104,7 +124,12 @@
     table("target", a.q[i], own, tip);
     if (r) tip.append(make("div", "", "round from token " + (r[0] + 1) + ": accepted " + r[1] + " of " + r[2]
       + (a.rec ? ", simulator " + r[4] + (r[3] === 1 ? " (they differ)" : r[3] === 2 ? " (ends with the answer, not compared)" : "") : "")
-      + "; RMS of the target's states there " + r.slice(5).join(", ") + " (" + D.slots + ")"));
+      + "; RMS of the target's states there " + r[5].join(", ") + " (" + D.slots + ")"));
+    if (r && r[6].length) {
+      const steps = make("div", "", "RMS of the drafter's states by step: ");
+      r[6].forEach((x, k) => steps.append(k ? ", " : "", make(k + 1 === step ? "b" : "span", "", String(x))));
+      tip.append(steps);
+    }
     tip.hidden = false;
     const at = e.getBoundingClientRect(), size = tip.getBoundingClientRect();
     tip.style.left = Math.max(4, Math.min(at.left, innerWidth - size.width - 8)) + "px";

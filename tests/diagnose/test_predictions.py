@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from eagle3lib.diagnose.live import LiveTarget
+from eagle3lib.diagnose.passages import passages
 from eagle3lib.diagnose.predictions import (
     ACCEPTED,
     BONUS,
@@ -25,7 +26,6 @@ from eagle3lib.diagnose.predictions import (
     kind_counts,
     kind_of,
     parted_rounds,
-    passages,
     record_problem,
     step_counts,
     token_places,
@@ -127,12 +127,12 @@ def test_a_record_that_does_not_fit_says_why(accepted, drafted, problem):
     ],
 )
 def test_the_first_reason_that_fits_names_a_miss(index, inside, margin, simulated, kind):
-    r = Round(0, 3 if kind == BONUS else 1, 3, simulated, True, [])
+    r = Round(0, 3 if kind == BONUS else 1, 3, simulated, True, [], [])
     assert kind_of(index, r, inside, margin) == kind
 
 
 def test_the_first_step_is_told_from_later_ones():
-    assert kind_of(1, Round(0, 0, 3, 0, True, []), True, 9.0) == FIRST
+    assert kind_of(1, Round(0, 0, 3, 0, True, [], []), True, 9.0) == FIRST
     assert kind_of(0, None, True, 9.0) == PREFILL
     assert set(KINDS) >= {FIRST, CHAIN, TIE, OTHER, OUTSIDE, ENGINE, BONUS, ACCEPTED, PREFILL}
 
@@ -144,8 +144,37 @@ def test_passages_hold_every_round_once_the_worst_first(views):
         assert sum(p.rounds for p in mine) == len(view.rounds)
         covered = [i for p in mine for i in range(p.first, p.last + 1)]
         assert covered == list(range(1, len(view.tokens)))
-    lengths = [p.length for p in found]
-    assert lengths == sorted(lengths)
+    for turn in {p.turn for p in found}:
+        lengths = [p.length for p in found if p.turn == turn]
+        assert lengths == sorted(lengths)
+
+
+def test_ten_bad_passages_of_one_answer_do_not_hide_those_of_others(views):
+    """A drafter that accepts nothing in one long answer: ordered by length alone, nothing else
+    would be seen for screens."""
+
+    def answer(accepted, p):
+        starts = range(0, 40, accepted + 1)
+        rounds = [Round(at, accepted, 3, accepted, True, [], []) for at in starts]
+        kinds = [PREFILL] + ([ACCEPTED] * accepted + [FIRST]) * len(rounds)
+        tokens = [replace(views[1][0].tokens[0], kind=kind, target_p=p) for kind in kinds]
+        return replace(views[1][0], rounds=rounds, tokens=tokens)
+
+    found = passages([answer(1, 0.9), answer(0, 0.5), answer(0, 0.8)], rounds=4)
+    assert [p.answer for p in found[:3]] == [2, 1, 0]  # the surer target first, then the longer
+    assert [p.answer for p in found[3:6]] == [2, 1, 0]
+    assert found[0].missed_p == pytest.approx(0.8)
+
+
+def test_a_round_tells_the_drafters_size_at_every_step_that_it_drafted(views, tiny_rows):
+    view, mine = views
+    for r in (r for v in mine for r in v.rounds):
+        assert len(r.drafter_rms) == STEPS and len(r.state_rms) == 3
+        assert all(x > 0 for x in r.drafter_rms) and len(set(r.drafter_rms)) > 1
+    rounds = mine[4].rounds
+    narrow = view(tiny_rows[4], accepted=[r.accepted for r in rounds], drafted=[1] * len(rounds))
+    if all(r.accepted <= 1 for r in rounds):
+        assert [r.drafter_rms for r in narrow.rounds] == [r.drafter_rms[:1] for r in rounds]
 
 
 def test_a_step_is_checked_only_behind_the_steps_before_it(views):
