@@ -29,6 +29,8 @@ PARAMETERS = {
 }
 # Findings of `eagle3 doctor`, which the rules only look at.
 OF_THE_DOCTOR = {"layer-ids-conflict", "tied-reduced-head", "vocab-map"}
+# Typer exports one kind of it alone; click's own or the copy that Typer carries, by its version.
+USAGE_ERROR = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "UsageError")
 COMMANDS = typer.main.get_command(app).commands
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
 
@@ -64,6 +66,30 @@ def problem(words):
         if name in ("run", "params") and re.match(r"\d", word):
             phase_name(word)
     return ""
+
+
+def unparsed(words):
+    """What the command line's own parser says against the words, "" if nothing; nothing is run."""
+    name, *rest = words
+    try:
+        with COMMANDS[name].make_context(name, rest):
+            return ""
+    except USAGE_ERROR as error:
+        return f"{name}: {error.format_message()}"
+
+
+@each_page
+def test_the_command_line_takes_every_command_of_a_block(page):
+    """Marked ones too, which no test runs: their options have values of the right kind."""
+    commands = [c for c in block_commands(page) if c.words[0] == "eagle3"]
+    assert [(c.line, said) for c in commands if (said := unparsed(c.words[1:]))] == []
+
+
+def test_the_parser_is_asked():
+    assert "Missing argument" in unparsed(["note"])
+    assert "valid int" in unparsed(["tokens", "FILE", "--row", "three"])
+    assert "No such option" in unparsed(["clean", "RUN", "--all"])
+    assert not unparsed(["serve", "TARGET", "topk=3", "--", "--any"])
 
 
 def test_wrong_commands_are_seen():
