@@ -88,6 +88,7 @@ def read_result(text: str, asked: int) -> BenchServe:
             name: told[name] for name in ("input_lens", "output_lens", "ttfts", "latencies", "itls")
         }
         completed, seconds = told["completed"], float(told["duration"])
+        counts = _counts(told)
     except (ValueError, KeyError, TypeError) as error:
         raise _failed(f"its result can't be read: {error!r}") from None
     if completed != asked:
@@ -103,7 +104,7 @@ def read_result(text: str, asked: int) -> BenchServe:
         first_token_s=lists["ttfts"],
         latency_s=lists["latencies"],
         wait_s=lists["itls"],
-        counts=_counts(told),
+        counts=counts,
     )
 
 

@@ -23,6 +23,9 @@ KINDS = (
 _RULES = tuple(
     (kind, re.compile(pattern))
     for kind, pattern in (
+        # On a CPU its fused loops (norms, rotary, activations) have no name but their graph's; the
+        # library calls between them have their own.
+        (ELEMENTWISE, r"compiledfxgraph"),
         # Inductor lists what it fused: only its templates are products, whatever else is named.
         (MATRIX, r"triton_tem_"),
         (ELEMENTWISE, r"triton_(poi|red|per|for)_|cpp_fused"),

@@ -49,10 +49,14 @@ def test_its_result_is_read_with_the_servers_counts():
     [
         ("Traceback", "can't be read"),
         (json.dumps({k: v for k, v in TOLD.items() if k != "itls"}), "'itls'"),
+        (
+            json.dumps({k: v for k, v in TOLD.items() if k != "spec_decode_accepted_tokens"}),
+            "'spec_decode_accepted_tokens'",
+        ),
         (json.dumps(TOLD | {"completed": 1, "errors": ["", "HTTP 500"]}), "1 of 2 .* HTTP 500"),
         (json.dumps(TOLD | {"ttfts": [0.5]}), "ttfts of another length"),
     ],
-    ids=["no JSON", "a key less", "a request failed", "a list cut short"],
+    ids=["no JSON", "a key less", "a counter less", "a request failed", "a list cut short"],
 )
 def test_a_result_that_can_not_be_trusted_is_refused(text, said):
     with pytest.raises(UserError, match=f"vllm bench serve failed: (?s:.)*{said}"):
