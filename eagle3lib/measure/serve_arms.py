@@ -155,13 +155,13 @@ class _Visit:
         with ExitStack() as stack:
             if not self._start(stack):
                 return
-            warm = {(arm, 1) for arm in self.servers}
+            warm = {(arm, 1, False) for arm in self.servers}
             for point, block in self.todo():
-                load = point.concurrency
                 for arm in {arm for arm, _, _ in block}:
-                    if (arm, load) not in warm:
-                        self._warm(arm, load)
-                        warm.add((arm, load))
+                    key = (arm, point.concurrency, point.temperature > 0)
+                    if key not in warm:
+                        self._warm(arm, point)
+                        warm.add(key)
                 before = {arm: self._counters(arm) for arm in self.servers}
                 try:
                     self._ask_block(point, block)
@@ -233,10 +233,11 @@ class _Visit:
         said = "passed" if gate.passed else f"failed; it proves: {gate.proves}"
         self.phase.note(f"gate {gate.arm} on {gate.engine}: {said} ({gate.evidence})")
 
-    def _warm(self, arm: str, load: int) -> None:
-        """As many short requests at once as the block will have: graphs and caches of that size."""
+    def _warm(self, arm: str, point: Point) -> None:
+        """As many short requests at once as the block will have, sampled as it will be: graphs and
+        caches of that size, and kernels compiled at first use (SGLang's sampling: two minutes)."""
+        load = point.concurrency
         picked = [self.prompts[i % len(self.prompts)] for i in range(load)]
-        point = Point(self.asker.engine, concurrency=load)
         with ThreadPoolExecutor(load) as pool:
             list(
                 pool.map(

@@ -10,6 +10,7 @@ import pandas as pd
 
 from eagle3lib.engine.vllm import engine_version
 from eagle3lib.lab.params import BenchmarkParams
+from eagle3lib.lab.phase_params import numbers_of
 from eagle3lib.lab.words import interval_text
 from eagle3lib.measure.arms import (
     OWN,
@@ -165,7 +166,9 @@ def drift_of(rows: list[RequestRow], point: Point) -> dict[str, Any] | None:
 
 
 def lossless_tests(samples: Sequence[dict[str, Any]], cfg: BenchmarkParams) -> list[dict[str, Any]]:
-    """One test a drafter's arm and temperature above 0, against the plain arm's samples."""
+    """One test a drafter's arm and temperature above 0 that is asked for, against the plain arm's
+    samples."""
+    heats = numbers_of(cfg.temperatures, float)
     by_arm: dict[tuple[Any, ...], list[list[int]]] = {}
     for row in samples:
         key = (row["engine"], row["steps"], row["temperature"], row["arm"])
@@ -173,7 +176,7 @@ def lossless_tests(samples: Sequence[dict[str, Any]], cfg: BenchmarkParams) -> l
     out = []
     for (engine, steps, heat, arm), spec in by_arm.items():
         plain = by_arm.get((engine, steps, heat, PLAIN))
-        if arm == PLAIN or plain is None:
+        if arm == PLAIN or plain is None or heat not in heats:
             continue
         test = compare_samples(plain, spec, alpha=cfg.lossless_alpha)
         if test is not None:

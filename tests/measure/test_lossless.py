@@ -20,6 +20,16 @@ def test_a_sampler_that_prefers_its_drafts_is_found():
     assert test.rejected and test.distance > test.threshold
     (finding,) = check_lossless([test.as_dict() | {"arm": "own", "temperature": 0.8}])
     assert (finding.code, finding.severity) == ("sampling-not-lossless", "error")
+    assert test.control_p_value == 1.0
+
+
+def test_arms_that_differ_before_any_draft_are_told_apart():
+    """The first token is the prefill's: where it differs, speculation is not what differs."""
+    plain, spec = samples(300, 0), samples(300, 1, (0.7, 0.2, 0.07, 0.03))
+    test = compare_samples([r[::-1] for r in plain], [r[::-1] for r in spec], alpha=0.01)
+    assert test.rejected and test.control_p_value == test.p_value < 0.01
+    (finding,) = check_lossless([test.as_dict() | {"arm": "own", "temperature": 0.8}])
+    assert f"no draft reaches: p {test.p_value}" in finding.evidence
 
 
 def test_false_alarms_are_no_more_than_stated():

@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import pytest
 from fake_engine import FakeEngine
+from fake_phase import FakePhase
 
 from eagle3lib.data.rows import AnswerRow
 from eagle3lib.engine.bench_serve import BenchServe
@@ -85,28 +86,6 @@ def waiting():
 def metrics_of(config):
     return "# TYPE vllm:generation_tokens counter\nvllm:generation_tokens_total 1\n"\
         "# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running 1\n"  # fmt: skip
-
-
-class FakePhase:
-    def __init__(self, folder):
-        self.folder, self.notes = folder, []
-
-    def of(self, name):
-        return self.folder
-
-    def note(self, text):
-        self.notes.append(text)
-
-    def log_file(self, name):
-        return self.folder / f"{name}.log"
-
-    @contextlib.contextmanager
-    def progress(self, *_):
-        class Bar:
-            def update(self, count):
-                pass
-
-        yield Bar()
 
 
 @pytest.fixture
@@ -239,14 +218,27 @@ def test_blocks_start_one_server_at_a_time_and_the_baseline_twice(run, tmp_path)
     assert len(rows) == 20
 
 
-def test_a_temperature_is_sampled_with_seeds_apart(run, tmp_path):
-    run(change(temperatures="0,0.8", lossless_samples=20))
+def test_a_temperature_is_sampled_with_seeds_apart(run, tmp_path, monkeypatch):
+    asked, plainly = [], ask.Asker.ask
+
+    def noted(self, server, prompt, point, limit, seed=None):
+        asked.append((server.url, point.temperature > 0, limit))
+        return plainly(self, server, prompt, point, limit, seed)
+
+    monkeypatch.setattr(ask.Asker, "ask", noted)
+    run(cfg := change(temperatures="0,0.8", lossless_samples=20))
     told = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     seeds = {arm: {t["seed"] for t in told if t["arm"] == arm} for arm in (PLAIN, OWN)}
     assert [len(s) for s in seeds.values()] == [20, 20] and not seeds[PLAIN] & seeds[OWN]
     assert {t["temperature"] for t in told} == {0.8}
-    tests = summarise(list(read_requests(tmp_path)), change(), {}, told)["lossless"]
-    assert [t["rejected"] for t in tests] == [False]
+    rows = list(read_requests(tmp_path))
+    assert [t["rejected"] for t in summarise(rows, cfg, {}, told)["lossless"]] == [False]
+    # Samples of a temperature that is no longer asked for judge nothing.
+    assert summarise(rows, change(), {}, told)["lossless"] == []
+    # SGLang compiles its sampling at first use, two minutes: that request is not a measured one.
+    for server in {url for url, _, _ in asked}:
+        sampled = [limit for url, warm, limit in asked if url == server and warm]
+        assert sampled[0] == serve_arms._GATE_TOKENS and cfg.max_new_tokens in sampled
 
 
 def test_a_server_that_stops_making_tokens_ends_the_benchmark(run, monkeypatch):
