@@ -150,12 +150,9 @@ def speed_verdict(line: dict[str, Any]) -> tuple[str, list[Finding]]:
     length = line["acceptance"]["acceptance_length"]
     shown = f"{speedup['value']:.2f}x ({interval_text(speedup)})"
     detail = f"{length:.2f} tokens a round at {cost:.2f} plain steps a round"
-    if speedup["low"] is None:
-        return f"not measured well enough: {shown}, {detail}", []
-    if speedup["low"] > 1:
-        return f"faster: {shown}, {detail}", []
-    if speedup["high"] >= 1:
-        return f"not told apart from plain decoding: {shown}, {detail}", []
+    word = speed_word(speedup)
+    if word != "slower":
+        return f"{word}: {shown}, {detail}", []
     finding = Finding(
         "round-too-dear",
         "warning",
@@ -164,4 +161,13 @@ def speed_verdict(line: dict[str, Any]) -> tuple[str, list[Finding]]:
         "fewer speculative tokens, a smaller draft vocabulary, or fewer requests at once",
         "06_benchmark_serving",
     )
-    return f"slower: {shown}, {detail}", [finding]
+    return f"{word}: {shown}, {detail}", [finding]
+
+
+def speed_word(speedup: dict[str, Any]) -> str:
+    """Faster or slower only where the whole interval is."""
+    if speedup["low"] is None:
+        return "not measured well enough"
+    if speedup["low"] > 1:
+        return "faster"
+    return "not told apart from plain decoding" if speedup["high"] >= 1 else "slower"

@@ -29,6 +29,7 @@ from eagle3lib.measure.summary import check_benchmark
 from eagle3lib.report.campaign import read_campaign
 from eagle3lib.report.figures import acceptance_per_step, arms_bars, heldout_curves, load_words
 from eagle3lib.report.html import page_template, render_notebook, render_run
+from eagle3lib.report.page_top import set_answers
 from eagle3lib.report.planned import planned_beside_measured
 from eagle3lib.report.profile_figures import profile_bars
 
@@ -166,7 +167,7 @@ def _content(folder: Path, metrics: dict[str, Any], plotly_js: bool | str) -> di
     manifest = standing["manifest"]
     diagnosis = metrics.get("07_diagnose_acceptance")
     return standing | {
-        "numbers": answer_numbers(metrics),
+        "answers": set_answers(metrics.get("06_benchmark_serving"), diagnosis),
         "benchmark": metrics.get("06_benchmark_serving"),
         "diagnosis": diagnosis,
         "training": metrics.get("04_train_drafter"),

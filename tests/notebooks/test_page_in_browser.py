@@ -87,6 +87,27 @@ def test_the_notebooks_it_links_are_quiet_drawn_and_narrow_too(tab, page, name, 
     assert tab.find("document.documentElement.scrollWidth") <= width
 
 
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_first_screen_is_the_answer(tab, page, width):
+    tab.open(page, width)
+    ends = tab.find(
+        "[...document.querySelectorAll('.answer')].map(a => a.getBoundingClientRect().bottom)"
+    )
+    assert len(ends) == 2, "a verdict for each set of prompts"
+    assert ends[0] < 900 and (width < 600 or ends[1] < 900)
+    titles = tab.find("[...document.querySelectorAll('h2')].map(h => h.textContent)")
+    assert [t.split(":")[0] for t in titles[:4]] == ["Workload", "General", "Arms", "Curves"]
+
+
+def test_the_first_key_skips_to_the_answer(tab, page):
+    tab.open(page, 1280)
+    tab.press("Tab", 9)
+    assert tab.find("document.activeElement.className") == "skip"
+    assert tab.find("document.activeElement.getBoundingClientRect().left") >= 0
+    tab.press("Enter", 13)
+    tab.wait_for("document.activeElement.id", lambda found: found == "answer")
+
+
 def test_who_hears_the_page_gets_its_structure(tab, page):
     tab.open(page, 1280)
     assert tab.find("document.documentElement.lang") == "en"
@@ -98,7 +119,10 @@ def test_who_hears_the_page_gets_its_structure(tab, page):
     labels = tab.find("[...document.querySelectorAll('figure')].map(f => f.ariaLabel)")
     assert len(labels) == 3 and all(" at " in label for label in labels)
     assert tab.find("[...document.querySelectorAll('th')].every(h => h.scope)")
-    assert tab.find("[...document.querySelectorAll('table')].every(t => t.tHead)")
+    assert tab.find("[...document.querySelectorAll('table')].every(t => t.tHead && t.caption)")
+    named = "[...document.querySelectorAll('[role=region]')].map(r => r.ariaLabel)"
+    names = tab.find(named)
+    assert len(set(names)) == len(names) and "table" not in names
 
 
 def test_who_has_no_mouse_sees_where_they_are(tab, page):

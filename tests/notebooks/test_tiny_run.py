@@ -83,7 +83,7 @@ def test_the_run_page_opens_with_the_answer(tiny_run, monkeypatch):
     from eagle3lib.report.page import build_page
 
     text = build_page("tiny").read_text()
-    for word in ("speed-up on the workload", "acceptance length", "engine alone", "Findings"):
+    for word in ("Workload: ", "General: ", "acceptance length", "engine alone", "Findings"):
         assert word in text
     assert text.count('class="plotly-graph-div"') == 3
     assert 'src="http' not in text
