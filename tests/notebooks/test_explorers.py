@@ -6,6 +6,7 @@ import json
 import shutil
 
 import pytest
+from load_records import crossed_rows, metrics_of, write_records
 
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.explore import EXPLORERS, explorer, finished_run
@@ -52,6 +53,19 @@ def test_an_explorer_makes_its_page(outputs, monkeypatch, name):
         assert words in text, words
     assert f"{len(PARAMETERS[name])} set" in text
     assert 'src="http' not in text
+
+
+def test_a_run_measured_at_two_loads_has_its_surface(outputs, tiny_run, monkeypatch):
+    """The tiny run asks one request at a time, and too few prompts for any expected speed-up."""
+    monkeypatch.setenv("EAGLE3_OUTPUTS", str(outputs))
+    shutil.copytree(tiny_run.folder, outputs / "loaded", symlinks=True)
+    rows = crossed_rows([f"p{n}" for n in range(8)])
+    write_records(outputs / "loaded" / "06_benchmark_serving", rows, metrics_of(rows))
+    params = explorer("acceptance_curves").checked({"run": "loaded"}, "a test")
+    text = run_explorer(params).read_text(encoding="utf-8")
+    for words in ("what was measured is framed", "Speed-up over the load, by K", "own drafter"):
+        assert words in text, words
+    assert "No expected speed-up" not in text and "fitted, concurrency 1, 8" in text
 
 
 def test_a_run_that_is_not_there_or_not_finished_says_what_to_run(outputs, monkeypatch):
