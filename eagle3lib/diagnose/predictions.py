@@ -306,14 +306,18 @@ def parted_rounds(views: Iterable[AnswerView]) -> tuple[int, int]:
     return sum(r.parted for r in rounds), len(rounds)
 
 
-def summary(views: Sequence[AnswerView], of: int, steps: int, dtype: str) -> dict[str, Any]:
-    """A few facts about what is viewed."""
+def summary(
+    views: Sequence[AnswerView], of: int, steps: int, dtype: str, images: int = 0
+) -> dict[str, Any]:
+    """A few facts about what is viewed. ``images``: answers left out since their prompts show
+    some."""
     rounds = [r for v in views for r in v.rounds]
     parted, compared = parted_rounds(views)
     tokens, recorded = sum(len(v.tokens) for v in views), sum(v.recorded for v in views)
     refused = Counter(v.problem for v in views if v.problem)
     return {
-        "answers viewed": f"{len(views):,} of {of:,}",
+        "answers viewed": f"{len(views):,} of {of:,}"
+        + (f", {images:,} left out: their prompts show images" if images else ""),
         "tokens": tokens,
         "drafts a round (K), numbers": f"{steps}, {dtype}",
         "acceptance length": 1 + sum(r.accepted for r in rounds) / max(len(rounds), 1),

@@ -19,6 +19,7 @@ from eagle3lib.lab.files import read_json
 from eagle3lib.lab.machine import cores
 from eagle3lib.measure.arms import OWN, drafter_folder, exported_drafter, read_requests
 from eagle3lib.target.folder import Target
+from eagle3lib.target.images import shows_images
 from eagle3lib.target.model import DTYPES, TargetHead
 
 Source = Literal["served", "heldout", "train"]
@@ -26,7 +27,8 @@ Source = Literal["served", "heldout", "train"]
 
 @dataclass(frozen=True)
 class RunViews:
-    """``of``: how many answers there are; ``views`` are those that were asked for."""
+    """``of``: how many answers there are; ``views`` are those that were asked for. ``images``: how
+    many of them are never viewed, since their prompts show images, which a text model can't see."""
 
     views: list[AnswerView]
     of: int
@@ -34,6 +36,7 @@ class RunViews:
     dtype: str
     slots: tuple[int, ...]
     source: Source
+    images: int = 0
 
 
 def answers_to_view(run: str, source: Source, arm: str = OWN) -> list[ToView]:
@@ -78,7 +81,15 @@ def view_run(
     Cost an answer: one forward of the target, K drafter steps from every token, and both heads.
     """
     folder, its_drafter = finished_run(run), _drafter_of(run, arm)
-    items = answers_to_view(run, source, arm)
+    found = answers_to_view(run, source, arm)
+    items = [item for item in found if not shows_images(target, item.prompt_token_ids)]
+    if not items:
+        raise UserError(
+            f"the prompts of all {len(found)} {source} answers of run {run!r} show images",
+            where=folder,
+            expected="text alone: the target's forward here is its text model's",
+            next="choose another source",
+        )
     picked = items if not most else [items[i * len(items) // most] for i in range(most)]
     picked = list({item.id: item for item in picked}.values())
     steps, dtype = served_as(folder)
@@ -89,7 +100,8 @@ def view_run(
     for item in picked:
         views.append(view_answer(item, drafter, head, states_of, steps))
         on_answer(1)
-    return RunViews(views, len(items), steps, dtype, drafter.config.slots, source)
+    images = len(found) - len(items)
+    return RunViews(views, len(found), steps, dtype, drafter.config.slots, source, images)
 
 
 def _drafter_of(run: str, arm: str) -> Path:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 
 from eagle3lib.diagnose.material import read_material
+from eagle3lib.diagnose.predictions import summary
 from eagle3lib.diagnose.predictions_run import view_run
 from eagle3lib.drafter.checkpoint import write_drafter
 from eagle3lib.lab.errors import UserError
@@ -61,6 +62,22 @@ def test_it_is_viewed_in_a_run_that_exported_none(run, tiny_target):
     write_json(folder / "06_benchmark_serving" / "inputs.json", {"params": {}})
     with pytest.raises(UserError, match="has not finished 05_export_drafter"):
         view_run("r", tiny_target, "served")
+
+
+def test_answers_to_images_are_not_viewed_and_counted(run, tiny_target, tiny_rows):
+    """The first row's third prompt token made one of an image; then that of both rows."""
+    shown = [row.prompt_token_ids[2] for row in tiny_rows[:2]]
+    assert shown[0] not in tiny_rows[1].prompt_token_ids
+
+    def seeing(**ids):
+        return replace(tiny_target, config=tiny_target.config | ids, wrapper="Some")
+
+    found = view_run("r", seeing(image_token_id=shown[0]), "served")
+    assert ([v.id for v in found.views], found.of, found.images) == ([tiny_rows[1].id], 2, 1)
+    told = summary(found.views, found.of, found.steps, found.dtype, found.images)
+    assert told["answers viewed"] == "1 of 2, 1 left out: their prompts show images"
+    with pytest.raises(UserError, match="prompts of all 2 served answers of run 'r' show images"):
+        view_run("r", seeing(image_token_id=shown[0], video_token_id=shown[1]), "served")
 
 
 def test_an_arm_that_there_is_not_is_said_before_its_answers_are_missed(run, tiny_target):
