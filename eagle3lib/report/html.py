@@ -9,6 +9,7 @@ from typing import Any
 import jinja2
 import nbformat
 import plotly.io
+from nbformat.reader import NotJSONError
 from pygments.formatters import HtmlFormatter
 from traitlets.config import Config
 
@@ -93,11 +94,18 @@ def _draw_figures(node: Any, name: str, plotly_js: bool | str) -> None:
 
 
 def render_run(folder: Path, into: Path, *, plotly_js: bool | str = True) -> dict[str, Path]:
-    """Render every executed notebook of a run that has no newer HTML. Phase name -> HTML file."""
+    """Render every executed notebook of a run that has no newer HTML. Phase name -> HTML file.
+
+    papermill saves a running notebook in place every 30 s: one that is met half written is left for
+    the next time.
+    """
     made = {}
     for notebook in sorted((folder / "reports").glob("[0-9]*.ipynb")):
         html = into / f"{notebook.stem}.html"
-        made[notebook.stem] = html
         if not html.exists() or html.stat().st_mtime <= notebook.stat().st_mtime:
-            render_notebook(notebook, html, plotly_js=plotly_js)
+            try:
+                render_notebook(notebook, html, plotly_js=plotly_js)
+            except NotJSONError:
+                continue
+        made[notebook.stem] = html
     return made

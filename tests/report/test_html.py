@@ -10,7 +10,7 @@ import pytest
 
 from eagle3lib.lab.errors import UserError
 from eagle3lib.report.figures import round_agreement, training_curves
-from eagle3lib.report.html import render_notebook
+from eagle3lib.report.html import render_notebook, render_run
 from eagle3lib.report.page import build_page
 
 MIME = "application/vnd.plotly.v1+json"
@@ -75,3 +75,15 @@ def test_a_run_that_is_not_there_is_named(tmp_path, monkeypatch):
 def test_figures_of_nothing_are_empty_not_errors():
     assert len(training_curves([]).data) == 0
     assert round_agreement([]).data[0].z is None or len(round_agreement([]).data[0].z) == 0
+
+
+@pytest.mark.parametrize("half", ["", '{"cells": [{"cell_type": "co'])
+def test_a_notebook_that_is_half_written_hides_no_other_and_is_rendered_next_time(tmp_path, half):
+    """The page of a run is written while papermill saves the notebook that runs."""
+    reports = tmp_path / "reports"
+    reports.mkdir()
+    nbformat.write(nbformat.v4.new_notebook(), reports / "00_plan.ipynb")
+    (reports / "01_generate_data.ipynb").write_text(half)
+    assert list(render_run(tmp_path, reports)) == ["00_plan"]
+    nbformat.write(nbformat.v4.new_notebook(), reports / "01_generate_data.ipynb")
+    assert list(render_run(tmp_path, reports)) == ["00_plan", "01_generate_data"]
