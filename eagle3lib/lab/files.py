@@ -146,8 +146,9 @@ def hash_files(paths: Iterable[Path], base: Path) -> str:
 
 
 def hash_path(path: Path) -> str:
-    """Fingerprint of a file, or of a folder's files but hidden ones and ``datasets``' cache."""
+    """Fingerprint of a file, or of a folder's files but hidden ones, ``datasets``' cache and its
+    README.md: a model card that is written again (``eagle3 card``) is no other drafter."""
     if path.is_file():
         return hash_file(path)
-    inside = (p for p in path.rglob("*") if p.is_file())
+    inside = (p for p in path.rglob("*") if p.is_file() and p.name != "README.md")
     return hash_files((p for p in inside if not p.name.startswith((".", "cache-"))), path)

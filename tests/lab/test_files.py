@@ -219,7 +219,7 @@ def test_a_folder_is_fingerprinted_by_what_it_holds_and_not_by_the_cache_in_it(t
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / "data.arrow").write_text("a")
     before = files.hash_path(tmp_path / "rows")
-    for name in ("cache-1234.arrow", ".lock"):
+    for name in ("cache-1234.arrow", ".lock", "README.md"):
         (tmp_path / "rows" / name).write_text("x")
     assert files.hash_path(tmp_path / "rows") == before
     (tmp_path / "rows" / "data.arrow").write_text("b")
