@@ -14,7 +14,8 @@ from eagle3lib.measure.compare import STATISTICS, Difference
 from eagle3lib.report.style import GREY, LEGEND_BELOW, PARTS, SET_COLOURS, nothing_drawn, styled
 from eagle3lib.report.tables import show
 
-_ROW_PX, _PANEL_PX = 24, 76
+_ROW_PX, _PANEL_PX, _GAP_PX, _MARGINS_PX = 24, 76, 56, 146  # a gap: tick labels, then a title
+_UNITS = {"acceptance length": "acceptance length, tokens a round", "speed-up": "speed-up, times"}
 _DASHES = ("solid", "dash", "dot", "dashdot")
 
 
@@ -64,18 +65,22 @@ def forest(found: Sequence[Difference]) -> go.Figure:
     panels = [label for label in STATISTICS if any(d.statistic == label for d in found)]
     if not panels:
         return nothing_drawn("Nothing to compare: name more runs")
-    figure = make_subplots(rows=len(panels), subplot_titles=panels, vertical_spacing=0.5 / (
-        len(panels) * 2))  # fmt: skip
+    lines = len({(d.other, d.set) for d in found})
+    drawn_px = len(panels) * (_PANEL_PX + _ROW_PX * lines)
+    figure = make_subplots(
+        rows=len(panels),
+        subplot_titles=[_UNITS.get(label, label) for label in panels],
+        vertical_spacing=min(_GAP_PX / drawn_px, 0.9 / max(len(panels) - 1, 1)),
+    )
     for row, label in enumerate(panels, start=1):
         for set_name in dict.fromkeys(d.set for d in found):
             mine = [d for d in found if (d.statistic, d.set) == (label, set_name)]
             if mine:
                 figure.add_trace(_points(mine, set_name, row == 1), row=row, col=1)
         figure.add_vline(x=0, line={"color": GREY, "width": 1}, row=row, col=1)
-    lines = len({(d.other, d.set) for d in found})
-    height = 110 + len(panels) * (_PANEL_PX + _ROW_PX * lines)
     base = found[0].base
-    styled(figure, f"Difference from run {base}, 95 % interval over prompts", "", "", height)
+    title = f"Difference from run {base}, 95 % interval over prompts"
+    styled(figure, title, "", "", _MARGINS_PX + drawn_px)
     figure.update_xaxes(zeroline=False).update_yaxes(autorange="reversed", title="")
     return figure.update_layout(margin={"l": 170, "t": 96})
 

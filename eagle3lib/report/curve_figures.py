@@ -86,7 +86,7 @@ def length_curve(
         tickmode="array", tickvals=list(range(len(places))), ticktext=places,
         range=[-0.5, len(places) - 0.4],
     )  # fmt: skip
-    return styled(figure, title, label, "acceptance length, tokens a round")
+    return styled(figure, f"Acceptance length {title}", label, "tokens a round")
 
 
 def spans(line: Line) -> str:
@@ -110,7 +110,7 @@ def training_tokens(lines: Sequence[Line]) -> go.Figure:
             hovertemplate="%{x:,} tokens (%{text}): %{y:.3f}<extra>%{fullData.name}</extra>",
         )
     title = "Held-out acceptance length over training (simulated)"
-    return styled(figure, title, "tokens trained on, every pass", "acceptance length")
+    return styled(figure, title, "tokens trained on, every pass", "tokens a round")
 
 
 def beside_published(runs: dict[str, Sequence[Line]]) -> go.Figure:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import plotly.graph_objects as go
 from jaxtyping import Float
 from plotly.subplots import make_subplots
 from torch import Tensor
 
+from eagle3lib.measure.compare import acceptance_length, bootstrap
 from eagle3lib.report.style import (
     BLUE,
     GREEN,
@@ -233,26 +235,65 @@ def correlation_curves(lines: list[dict[str, Any]], slots: Sequence[int]) -> go.
 
 
 def knock_out_bars(lines: list[dict[str, Any]]) -> go.Figure:
-    """The trained drafter without a slot, and with one slot alone."""
+    """The trained drafter without a slot, with one slot alone and with none; whiskers are the 95 %
+    interval of the difference from it as trained, over the same conversations."""
     whole = lines[0]["acceptance_length"]
+    longest = max(line["acceptance_length"] for line in lines)
+    changes = [_change(line, lines[0]) for line in lines]
     figure = go.Figure(
         go.Bar(
             y=[line["slots"] for line in lines],
             x=[line["acceptance_length"] for line in lines],
             orientation="h",
             marker_color=[BLUE if line is lines[0] else GREY for line in lines],
-            text=[f"{line['acceptance_length']:.2f}" for line in lines],
-            textposition="outside",
-            customdata=[[line["accepted"], line["rounds"]] for line in lines],
+            error_x={
+                "type": "data",
+                "symmetric": False,
+                "array": [high - at for at, _, high in changes],
+                "arrayminus": [at - low for at, low, _ in changes],
+                "color": ORANGE,
+            },
+            customdata=[
+                [line["accepted"], line["rounds"], _change_words(change, line)]
+                for line, change in zip(lines, changes, strict=True)
+            ],
             hovertemplate="%{y}: %{x:.3f}, %{customdata[0]:,} accepted in %{customdata[1]:,} rounds"
-            "<extra></extra>",
+            "<br>%{customdata[2]}<extra></extra>",
         )
     )
     figure.add_vline(x=whole, line={"color": BLUE, "dash": "dot"})
-    figure.update_xaxes(range=[1, 1 + 1.15 * (whole - 1) if whole > 1 else 2])
-    figure.update_yaxes(autorange="reversed", type="category")
+    most = max([longest, *(whole + high for _, _, high in changes)])
+    figure.update_xaxes(range=[1, 1 + 1.1 * (most - 1) if most > 1 else 2])
+    # The lengths stand with the names: at the ends of the bars there are whiskers.
+    names = [f"{line['slots']}: {line['acceptance_length']:.2f}" for line in lines]
+    figure.update_yaxes(
+        autorange="reversed", type="category", tickvals=[x["slots"] for x in lines], ticktext=names
+    )
     title = "The trained drafter without a slot's information"
-    return styled(figure, title, "acceptance length (simulated)", "slots", 120 + 32 * len(lines))
+    label = "acceptance length, tokens a round (simulated)"
+    return styled(figure, title, label, "slots", 120 + 32 * len(lines))
+
+
+def _change(line: dict[str, Any], whole: dict[str, Any]) -> tuple[float, float, float]:
+    """(difference, low, high) of the acceptance length from ``whole``'s, paired over conversations;
+    without an interval where they are too few."""
+    both = np.array([(*a, *b) for a, b in zip(whole["conversations"], line["conversations"],
+                                              strict=True)], dtype=float)  # fmt: skip
+
+    def difference(sums: np.ndarray) -> np.ndarray:
+        return acceptance_length(sums[..., 2:]) - acceptance_length(sums[..., :2])
+
+    at = float(difference(both.sum(0)))
+    low, high = bootstrap(both, difference)
+    return (at, at, at) if low is None or high is None else (at, low, high)
+
+
+def _change_words(change: tuple[float, float, float], line: dict[str, Any]) -> str:
+    at, low, high = change
+    of = f"{len(line['conversations'])} conversations"
+    if low == high:
+        return f"{at:+.3f} from as trained, {of}"
+    return f"{at:+.3f} from as trained ({low:+.3f} to {high:+.3f}, {of})"
 
 
 def ablation_bars(lines: list[dict[str, Any]]) -> go.Figure:

@@ -96,21 +96,26 @@ def _correlation(a: np.ndarray, b: np.ndarray) -> float:
 def knock_out(
     drafter: Drafter, items: Sequence[Conversation], slots: Sequence[int], steps: int
 ) -> list[dict[str, Any]]:
-    """Rounds of the drafter as it is, without each slot, and with each slot alone.
+    """Rounds of the drafter as it is, without each slot, with each slot alone, and with none: what
+    is left then the drafter knows from the tokens.
 
     A slot that is taken away is given its mean over all tokens of ``items``: its information is
-    gone, its size is not. One line a variant: rounds, accepted, histogram, acceptance_length.
+    gone, its size is not. One line a variant: rounds, accepted, histogram, acceptance_length, and
+    (rounds, accepted) of every conversation.
     """
     means = torch.cat([item.states.float() for item in items]).mean(0).chunk(len(slots))
     variants: dict[str, set[int]] = {"as trained": set()}
     variants |= {f"without {slot}": {i} for i, slot in enumerate(slots)}
     everything = set(range(len(slots)))
     variants |= {f"{slot} alone": everything - {i} for i, slot in enumerate(slots)}
+    variants["none of them"] = everything
     lines = []
     for name, gone in variants.items():
         changed = [_without(item, means, gone) for item in items]
-        counts = acceptance_counts(simulate(drafter, changed, steps), steps)
-        lines.append({"slots": name, **counts})
+        replays = list(simulate(drafter, changed, steps))
+        sums = [(len(r.accepted), sum(r.accepted)) for r in replays]
+        counts = acceptance_counts(replays, steps)
+        lines.append({"slots": name, **counts, "conversations": sums})
     return lines
 
 

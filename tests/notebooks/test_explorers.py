@@ -21,7 +21,7 @@ PARAMETERS = {
     "hidden_states": {"layers": "stored", "conversations": 2, "positions": 32},
 }
 SHOWN = {
-    "acceptance_curves": ["Acceptance per step", "By context length", "No expected speed-up"],
+    "acceptance_curves": ["Acceptance per step", "by context length", "No expected speed-up"],
     "compare_runs": ["too few prompts", "paired, 4 prompts"],
     "drafter_predictions": ["2 of 6", "class=\"tv\""],
     "hidden_states": ["Size of the states", "The trained drafter without a slot"],

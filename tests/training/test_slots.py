@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from eagle3lib.drafter.simulate import simulate
+from eagle3lib.drafter.simulate import Conversation, simulate
 from eagle3lib.lab.errors import UserError
 from eagle3lib.target.states import StateStore
 from eagle3lib.training import data
@@ -33,8 +33,22 @@ def test_a_slot_that_the_drafter_does_not_read_can_go(items, random_drafter):
     with torch.no_grad():
         drafter.fc.weight[:, :64] = 0
     counts = {line.pop("slots"): line for line in reading.knock_out(drafter, items, (2, 5, 7), 3)}
-    assert len(counts) == 7  # as trained, without each, with each alone
+    assert len(counts) == 8  # as trained, without each, with each alone, with none
     assert counts["without 2"] == counts["as trained"]
+    for line in counts.values():
+        assert [sum(x) for x in zip(*line["conversations"], strict=True)] == [
+            line["rounds"], line["accepted"]
+        ]  # fmt: skip
+
+
+def test_without_any_slot_the_states_do_not_matter(items, random_drafter):
+    """The floor that the other variants are read against: equal means for all positions."""
+    drafter, (found, *_) = random_drafter(), items
+    shuffled = Conversation(
+        found.token_ids, found.prompt_tokens, found.states[torch.randperm(len(found.states))]
+    )
+    lines = [reading.knock_out(drafter, [item], (2, 5, 7), 3)[-1] for item in (found, shuffled)]
+    assert lines[0] == lines[1] and lines[0]["slots"] == "none of them"
 
 
 def test_slots_by_name():
