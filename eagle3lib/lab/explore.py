@@ -64,7 +64,7 @@ class DrafterPredictionsParams(NotebookParams):
     )
     answers: int = Field(100, ge=0, description="most answers that are viewed, 0 for all")
     page_megabytes: float = Field(
-        12.0, gt=0, description="most data in the page, answers beyond it are counted, not drawn"
+        10.0, gt=0, description="most data in the page, answers beyond it are counted, not drawn"
     )
 
 
