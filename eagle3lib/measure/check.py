@@ -27,10 +27,12 @@ _SURE_ACCEPTED = 30  # as many by the greedy rate: a quarter as often, none by c
 def check_benchmark(rows: list[RequestRow], metrics: dict[str, Any]) -> list[Finding]:
     """All checks. ``rows`` may be the headline's alone: points without rows are not judged."""
     findings: list[Finding] = []
-    for line in metrics.get("points", metrics["arms"]):
+    lines = metrics.get("points", metrics["arms"])
+    for line in lines:
         here = _rows_at(rows, line, metrics)
         if line["arm"] != PLAIN and here:
-            findings += _check_line(here, line, metrics["num_speculative_tokens"])
+            length = _length_at_less(line, lines)
+            findings += _check_line(here, line, metrics["num_speculative_tokens"], length)
     findings += check_baseline(rows)
     findings += check_workload(rows)
     findings += check_drift(metrics.get("drift", []))
@@ -55,7 +57,27 @@ def _rows_at(
     return at_point(rows, point, steps)
 
 
-def _check_line(here: list[RequestRow], line: dict[str, Any], run_steps: int) -> list[Finding]:
+def _length_at_less(line: dict[str, Any], lines: list[dict[str, Any]]) -> float | None:
+    """The acceptance length of the same point at the lowest load that tells it: greedily it is the
+    same at any load, and an engine may tell rounds of lone requests only. None where it samples."""
+
+    def but_for_load(other: dict[str, Any]) -> list[Any]:
+        names = ("arm", "set", "engine", "compared_with_k", "temperature", "context_tokens")
+        return [other.get(name) for name in names]
+
+    known = [
+        (other.get("concurrency", 1), told["acceptance_length"])
+        for other in lines
+        if but_for_load(other) == but_for_load(line) and not line.get("temperature")
+        if (told := other.get("acceptance")) and told["acceptance_length"]
+    ]
+    return min(known)[1] if known else None
+
+
+def _check_line(
+    here: list[RequestRow], line: dict[str, Any], run_steps: int, elsewhere: float | None
+) -> list[Finding]:
+    """``elsewhere``: the acceptance length to hold a speed-up against where no round is known."""
     arm, name = line["arm"], line["set"]
     steps = line.get("compared_with_k", run_steps)
     mine = [r for r in here if (r.arm, r.set) == (arm, name)]
@@ -63,8 +85,12 @@ def _check_line(here: list[RequestRow], line: dict[str, Any], run_steps: int) ->
         return []
     counts, findings = counts_of(mine, steps), []
     label = f"{_WHERE}: {arm}, {name}, {mine[0].point.label}"
+    pairs = paired(here, arm, name)
     if not counts.rounds:
+        judged = pairs and elsewhere is not None
+        findings = check_speedup(pooled_speedup(pairs), elsewhere, label) if judged else []
         return [
+            *findings,
             Finding(
                 "no-round-record",
                 "warning",
@@ -72,7 +98,7 @@ def _check_line(here: list[RequestRow], line: dict[str, Any], run_steps: int) ->
                 "no record a request, and chunks tell rounds of lone requests only",
                 "vLLM 0.32 or newer, SGLang with meta_info, or concurrency 1",
                 label,
-            )
+            ),
         ]
     findings += check_identity(counts, steps)
     for row in mine:
@@ -81,7 +107,6 @@ def _check_line(here: list[RequestRow], line: dict[str, Any], run_steps: int) ->
             findings += check_record(
                 told, len(row.answer_token_ids), steps, f"{label}, {row.prompt}"
             )
-    pairs = paired(here, arm, name)
     if pairs and counts.acceptance_length is not None:
         speedup = pooled_speedup(pairs)
         findings += check_speedup(speedup, counts.acceptance_length, label)

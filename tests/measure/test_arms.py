@@ -126,6 +126,27 @@ def test_an_impossible_point_of_a_sweep_is_an_error_and_named(parameter, value, 
     assert found(2.9) == []
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_impossible_point_without_a_record_is_held_against_the_acceptance_of_a_lone_request(
+    temperature,
+):
+    """Under load some engines tell no rounds; greedily the acceptance is the lone requests'."""
+    cfg = BenchmarkParams(repeats=1, concurrency="1,8", temperatures=f"{temperature:g}")
+
+    def codes(speedup):
+        rows = [
+            dataclasses.replace(row, concurrency=load, temperature=temperature, **told)
+            for load, told in ((1, {}), (8, {"accepted": None, "drafted": None}))
+            for row in benchmark(speedup=speedup if load > 1 else 1.2)
+        ]
+        findings = check_benchmark(rows, summarise(rows, cfg, counters()))
+        return [f.code for f in findings if "8 at once" in f.where and f.code != "thin-load"]
+
+    impossible = [] if temperature else ["impossible-speedup"]
+    assert codes(3.5) == [*impossible, "no-round-record"]
+    assert codes(2.9) == ["no-round-record"]
+
+
 def test_counters_of_another_server_are_noticed():
     rows = benchmark()
     wrong = {
