@@ -87,9 +87,10 @@ def collect(m: Material, *, every_variant: bool = True) -> Evidence:
         mended = mended_variants(layers, rope, m.head.embedding)
         e.mended_table = outcomes(base, mended, e.answered)
         e.engine_table = e.mended_table[:1]
-        if every_variant or e.engine_table[0].rounds_equal < e.engine_table[0].rounds:
+        differs = e.engine_table[0].rounds_equal < e.engine_table[0].rounds
+        if every_variant or differs or not m.is_recorded:
             e.engine_table = outcomes(base, engine_variants(layers), e.answered, e.mended_table)
-            if not is_explained(e.engine_table):
+            if m.is_recorded and not is_explained(e.engine_table):
                 e.engine_table += outcomes(base, wider_variants(layers), e.answered,
                                            e.engine_table)[1:]  # fmt: skip
     if m.store is not None:
@@ -239,17 +240,6 @@ def _distance(stored: Tensor, guess: Tensor) -> float:
     """Median over positions of the relative error: the ends of a shifted row don't count."""
     error = (stored - guess).norm(dim=-1) / guess.norm(dim=-1).clamp(min=1e-12)
     return float(error.median())
-
-
-def pooled_length(rows: list[RequestRow]) -> float | None:
-    rounds = sum(len(r.accepted or []) for r in rows)
-    return 1 + sum(sum(r.accepted or []) for r in rows) / rounds if rounds else None
-
-
-def mean_length(rows: list[RequestRow]) -> float | None:
-    """Mean of the requests' own acceptance lengths, which is not the pooled one."""
-    own = [1 + sum(r.accepted) / len(r.accepted) for r in rows if r.accepted]
-    return sum(own) / len(own) if own else None
 
 
 def unseen_share(training: Counter[int], served: list[int]) -> float:

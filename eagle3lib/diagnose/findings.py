@@ -14,6 +14,8 @@ from eagle3lib.lab.words import interval_text
 _MANY_ROUNDS = 100
 # bfloat16 keeps 8 bits: logits near 20 are 0.06 to 0.12 apart, and layers add up to a few of those.
 _TIE_NATS = 0.5
+_AGREED = "simulator and engine agree, so the engine does what the drafter says"
+_ALONE = "so says the simulator; the engine's own rounds are not known"
 
 
 def acceptance_verdict(
@@ -23,7 +25,8 @@ def acceptance_verdict(
     engine, simulator = compared["engine"], compared["simulator"]
     served, replayed = engine["acceptance_length"], simulator["acceptance_length"]
     if served is None or replayed is None:
-        return _one_side(served, replayed), []
+        weak = replayed is not None and replayed < good_length
+        return _one_side(served, replayed), [_weak(replayed, good_length, _ALONE)] if weak else []
     findings = _wiring(engine) + _parity(compared, tolerance)
     agree = _agrees(compared, tolerance)
     if not agree:
@@ -34,7 +37,7 @@ def acceptance_verdict(
         verdict = f"good: {served:.2f} tokens a round, as the simulator says"
     else:
         verdict = f"low: {served:.2f} tokens a round; the engine is right, the drafter is weak"
-        findings.append(_weak(served, good_length))
+        findings.append(_weak(served, good_length, _AGREED))
     return verdict, findings
 
 
@@ -107,12 +110,12 @@ def _parity(compared: dict[str, Any], tolerance: float) -> list[Finding]:
     return []
 
 
-def _weak(served: float, good_length: float) -> Finding:
+def _weak(served: float, good_length: float, evidence: str) -> Finding:
     return Finding(
         "weak-drafter",
         "warning",
         f"the drafter reaches {served:.2f}, good is {good_length:.2f}",
-        "simulator and engine agree, so the engine does what the drafter says",
+        evidence,
         "more answers of this workload, more epochs, or a larger draft vocabulary",
         "04_train_drafter",
     )

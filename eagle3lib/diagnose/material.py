@@ -8,7 +8,8 @@ told by ``rules_unrecorded``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ from eagle3lib.data.rows import AnswerRow, read_answers
 from eagle3lib.diagnose.cause import Cause
 from eagle3lib.diagnose.live import LiveTarget, StatesOf
 from eagle3lib.diagnose.replay import first_repeat
+from eagle3lib.diagnose.told import Told, pooled
 from eagle3lib.drafter.checkpoint import check_drafter_folder, read_drafter
 from eagle3lib.drafter.config import default_slots
 from eagle3lib.drafter.model import Drafter
@@ -30,6 +32,7 @@ from eagle3lib.lab.files import read_json, read_jsonl
 from eagle3lib.lab.finding import Finding
 from eagle3lib.measure.arms import OWN, RequestRow, drafter_folder, exported_drafter, read_requests
 from eagle3lib.target.folder import Target
+from eagle3lib.target.images import shows_images
 from eagle3lib.target.model import DTYPES, TargetHead
 from eagle3lib.target.states import StateStore
 
@@ -71,8 +74,35 @@ class Material:
     problems: list[Cause] = field(default_factory=list)
 
     def first_answers(self, set_name: str) -> list[RequestRow]:
-        """The first answer to every prompt of a set in our drafter's arm."""
-        return first_repeat(self.requests, OWN, set_name)
+        """The first answer to every prompt of a set in our drafter's arm; without those whose
+        prompt shows images (``with_images``), which the text model can't be asked about."""
+        rows = first_repeat(self.requests, OWN, set_name)
+        return [r for r in rows if not self._shows(r)]
+
+    def _shows(self, r: RequestRow) -> bool:
+        return shows_images(self.target, r.prompt_token_ids + r.answer_token_ids)
+
+    @property
+    def with_images(self) -> list[RequestRow]:
+        return [
+            r for name in SETS for r in first_repeat(self.requests, OWN, name) if self._shows(r)
+        ]
+
+    @property
+    def not_replayed(self) -> str:
+        """Why no answer is replayed though there are some; "" where some are."""
+        return "all its prompts show images" if self.with_images and not self.own_rows else ""
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the engine told the rounds of any answer one by one."""
+        return any(r.accepted is not None for r in self.own_rows)
+
+    @property
+    def told(self) -> Told | None:
+        """What is known of the rounds in sum; None where the engine told nothing."""
+        every = sum(r.arm == OWN for r in self.requests)
+        return pooled(self.own_rows, self.benchmark, every)
 
     @property
     def own_rows(self) -> list[RequestRow]:
@@ -161,10 +191,55 @@ def read_material(
     _read_export(m, own)
     m.requests = m.attempt(1, lambda: read_requests(place), [])
     m.servers = m.attempt(1, lambda: _json(place / "servers.json"), {})
+    m.problems += [*_broken_records(m), *_foreign_phases(m, folder)]
     if not m.requests:
         held = [r for r in m.answers if (r.split, r.repeat) == ("heldout", 0)]
         m.requests, m.answered_by = [_as_request(r) for r in held], "target"
     return m
+
+
+def _broken_records(m: Material) -> list[Cause]:
+    """Records that are not whole are taken for none, so that the others are diagnosed."""
+    torn = [r for r in m.requests if len(r.accepted or []) != len(r.drafted or [])]
+    if not torn:
+        return []
+    known = {r.key for r in torn}
+    m.requests = [
+        replace(r, accepted=None, drafted=None) if r.key in known else r for r in m.requests
+    ]
+    r = torn[0]
+    return [
+        Cause(
+            "record-torn", "error", f"the record of rounds of {len(torn)} requests is not whole",
+            f"request {r.prompt}: {len(r.accepted or [])} rounds by their accepted drafts, "
+            f"{len(r.drafted or [])} by the drafted ones",
+            "benchmark again: an engine tells both for every round",
+            "06_benchmark_serving", question=1, experiment="both lists of each request",
+            command="eagle3 run PROFILE 06 07",
+        )
+    ]  # fmt: skip
+
+
+def _foreign_phases(m: Material, folder: Path) -> list[Cause]:
+    """Phases that were run with another target: copied in, or made before the target changed."""
+    now, found = m.target.fingerprint, {}
+    for place in sorted(folder.glob("0*_*")):
+        read = partial(_json, place / "inputs.json")
+        made_for = m.attempt(1, read, {}).get("target", now)
+        if made_for != now:
+            found[place.name] = made_for
+    if not found:
+        return []
+    first = next(iter(found))
+    return [
+        Cause(
+            "foreign-phase", "error", f"{', '.join(found)} belong to another target",
+            f"fingerprint {found[first]}, this one is {now}",
+            "run them again with the target that is served",
+            first, question=1, proof="shown", experiment="fingerprints of the phases' inputs",
+            command=f"eagle3 run PROFILE {' '.join(name[:2] for name in found)}",
+        )
+    ]  # fmt: skip
 
 
 def _as_request(r: AnswerRow) -> RequestRow:
@@ -274,6 +349,7 @@ def foreign_material(
         target, TargetHead(target, dtype), live, dtype, requests=requests, benchmark=told,
         answered_by=answered_by,
     )  # fmt: skip
+    m.problems += _broken_records(m)
     if drafter is not None:
         _read_export(m, drafter)
     return m

@@ -68,6 +68,8 @@ def diagnose(
     acceptance, old = acceptance_verdict(
         compared["workload"], cfg.tolerance, cfg.good_acceptance_length
     )
+    if m.not_replayed:
+        acceptance = f"nothing was replayed: {m.not_replayed}"
     speed, slow = speed_verdict(m.line)
     causes = causes_of(evidence) + [as_cause(f, 7) for f in slow]
     causes += [as_cause(f, 2) for f in lossless_findings(compared)]
@@ -76,6 +78,7 @@ def diagnose(
         "verdicts": {"acceptance": acceptance, "speed": speed, "cause": verdict_line(causes)},
         "num_speculative_tokens": m.steps,
         "answered_by": m.answered_by,
+        "not_replayed": m.not_replayed,
         **compared,
         "round_cost": m.line.get("round_cost"),
         "bigram_per_step": _bigram(m),
@@ -125,9 +128,11 @@ def verdict_line(causes: list[Cause]) -> str:
     """The run in a sentence that needs no knowledge of speculation."""
     above = [c for c in causes if c.severity != "note"]
     if not above:
-        small = any(c.code == "smoke-test" for c in causes)
-        return "nothing is wrong" + (
-            "; too little was trained on to judge the drafter" if small else ""
+        codes = {c.code for c in causes}
+        return (
+            "nothing is wrong"
+            + ("; too little was trained on to judge the drafter" if "smoke-test" in codes else "")
+            + ("; no engine was asked" if "not-served" in codes else "")
         )
     first, rest = above[0], len(above) - 1
     cost = f", at {first.cost:.2f} tokens a round" if first.cost and first.cost >= 0.005 else ""

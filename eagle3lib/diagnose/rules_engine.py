@@ -19,7 +19,7 @@ _WHERE = "06_benchmark_serving"
 _EXPERIMENTS = (
     "prefix cache off; eager mode; tensor parallel 1; float32; a reference drafter; another engine"
 )
-_REMEDY = {
+REMEDY = {
     "engine-layer-ids": "write the ids where this engine looks, in its own numbering "
     "(vLLM: top level, before-layer; SGLang: eagle_config, output)",
     "engine-position": "the engine's draft positions are wrong: report it with this table",
@@ -88,7 +88,7 @@ def _named(e: Evidence, plain: Outcome, variants: list[Outcome]) -> Cause:
         f"{best.rounds_equal} of {best.rounds} rounds are those of \"{labels}\", "
         f"{plain.rounds_equal} those of the drafter as exported; {served:.2f} served, "
         f"{simulated:.2f} simulated",
-        "; ".join(dict.fromkeys(_REMEDY[o.cause] for o in (best, *alike))), _WHERE, question=2,
+        "; ".join(dict.fromkeys(REMEDY[o.cause] for o in (best, *alike))), _WHERE, question=2,
         proof="suspected" if few else "shown",
         cost=abs(simulated - served),
         experiment="the simulator with this very fault gives the engine's record, round by round",
@@ -115,7 +115,7 @@ def _named_up_to(e: Evidence, plain: Outcome, variants: list[Outcome], drafts: i
         f"by the first {drafts} drafts {most} of {rounds} rounds are those of \"{labels}\", "
         f"{theirs} those of the drafter as exported; by all of them no known fault fits; "
         f"{served:.2f} served, {simulated:.2f} simulated",
-        "; ".join(_REMEDY[code] for code in codes), _WHERE, question=2, proof="measured",
+        "; ".join(REMEDY[code] for code in codes), _WHERE, question=2, proof="measured",
         cost=abs(simulated - served),
         experiment=f"the simulator with this fault gives the engine's first {drafts} drafts; "
         f"serve the same prompts with K = {drafts}, then with K = {drafts + 1}",
@@ -143,33 +143,37 @@ def _nothing(e: Evidence) -> list[Cause]:
     record = [n for a in e.answered for n in a.accepted or []]
     if any(record) or len(record) < MANY_ROUNDS:
         return []
+    alike = [o for o in e.engine_table[1:] if o.rounds and o.rounds_equal == o.rounds]
+    return [nothing_accepted(e, len(record), alike)]
+
+
+def nothing_accepted(e: Evidence, rounds: int, alike: list[Outcome]) -> Cause:
+    """``alike``: the variants that would leave nothing as well."""
     plain = e.engine_table[0] if e.engine_table else None
     simulated = (plain.acceptance_length if plain else None) or 1.0
     could, heat = simulated > 1.02, e.material.benchmark.get("temperature", 0.0)
-    alike = [o for o in e.engine_table[1:] if could and o.rounds and o.rounds_equal == o.rounds]
+    alike = alike if could else []
     # Only where it sampled: greedily no sampler takes part.
     sampler = [f'"the engine\'s sampler at temperature {heat:g}"'] if could and heat else []
     labels = ", ".join([*sampler, *(f'"{o.label}"' for o in alike)])
     causes = tuple(dict.fromkeys(o.cause for o in alike))
-    remedies = [_SAMPLER] * len(sampler) + [_REMEDY[code] for code in causes]
-    return [
-        Cause(
-            "nothing-accepted", "error",
-            f"not one draft was accepted in {len(record)} rounds"
-            + (f", as with {labels}, or with drafts that are never verified" if labels else ""),
-            "a drafter that always says the commonest token is accepted now and then; the "
-            f"simulator reaches {simulated:.2f}"
-            + (f"; of the known faults of engines these alone leave nothing: {labels}"
-               if labels else ""),
-            "this is wiring, not training: "
-            + ("; ".join(remedies) or "vocabulary map, embeddings, layer ids, shapes")
-            + f"; look whether drafts are verified at all; {_EXPERIMENTS}",
-            _WHERE, question=2, proof="shown" if could else "measured", cost=simulated - 1.0,
-            experiment="the record of every round beside the simulator's, and beside every known "
-            "fault's", command="eagle3 run PROFILE 06 07",
-            alike=(("sampling-accepts-nothing",) if sampler else ()) + causes,
-        )
-    ]  # fmt: skip
+    remedies = [_SAMPLER] * len(sampler) + [REMEDY[code] for code in causes]
+    return Cause(
+        "nothing-accepted", "error",
+        f"not one draft was accepted in {rounds} rounds"
+        + (f", as with {labels}, or with drafts that are never verified" if labels else ""),
+        "a drafter that always says the commonest token is accepted now and then; the "
+        f"simulator reaches {simulated:.2f}"
+        + (f"; of the known faults of engines these alone leave nothing: {labels}"
+           if labels else ""),
+        "this is wiring, not training: "
+        + ("; ".join(remedies) or "vocabulary map, embeddings, layer ids, shapes")
+        + f"; look whether drafts are verified at all; {_EXPERIMENTS}",
+        _WHERE, question=2, proof="shown" if could else "measured", cost=simulated - 1.0,
+        experiment="the record of every round beside the simulator's, and beside every known "
+        "fault's", command="eagle3 run PROFILE 06 07",
+        alike=(("sampling-accepts-nothing",) if sampler else ()) + causes,
+    )  # fmt: skip
 
 
 def _drift(e: Evidence, plain: Outcome) -> Cause | None:

@@ -7,8 +7,9 @@ from typing import Any
 
 from eagle3lib.data.rows import is_looping
 from eagle3lib.diagnose.cause import Cause
-from eagle3lib.diagnose.evidence import Evidence, mean_length, pooled_length
+from eagle3lib.diagnose.evidence import Evidence
 from eagle3lib.diagnose.material import Material
+from eagle3lib.diagnose.told import mean_length, pooled_length, told_rounds
 from eagle3lib.measure.accounting import check_identity
 from eagle3lib.measure.arms import PLAIN, RequestRow, counts_of
 
@@ -66,7 +67,7 @@ def counters(m: Material) -> list[Cause]:
     found = []
     for arm, counted in (m.benchmark.get("counters") or {}).items():
         drafts = counted.get("drafts") if counted else None
-        rounds = sum(len(r.accepted or []) for r in m.requests if r.arm == arm)
+        rounds = sum(told_rounds(r)[0] for r in m.requests if r.arm == arm)
         if drafts is None or not rounds or drafts == rounds:
             continue
         found.append(
@@ -112,19 +113,20 @@ def reported_length(m: Material) -> list[Cause]:
 
 def identity(m: Material) -> list[Cause]:
     """tokens = requests + rounds + accepted - cut, with 0 <= cut <= K a request, for each one."""
-    steps = m.steps or 0
-    steps = max([steps, *(n for r in m.own_rows for n in r.drafted or [])])
-    broken = [r for r in m.own_rows if check_identity(counts_of([r], steps), steps)]
+    rows = [r for r in m.own_rows if r.accepted is not None]
+    widths = [n for r in rows for told in (r.drafted, r.accepted) for n in told or []]
+    steps = max([m.steps or 0, *widths])
+    broken = [r for r in rows if check_identity(counts_of([r], steps), steps)]
     if not broken:
         return []
     r = broken[0]
-    assert r.accepted is not None
+    rounds, accepted = told_rounds(r)
     return [
         _cause(
             "accounting", "error",
             f"tokens don't follow from rounds in {len(broken)} of {len(m.own_rows)} requests",
-            f"request {r.prompt}: {len(r.answer_token_ids)} tokens, {len(r.accepted)} rounds, "
-            f"{sum(r.accepted)} accepted",
+            f"request {r.prompt}: {len(r.answer_token_ids)} tokens, {rounds} rounds, "
+            f"{accepted} accepted",
             "the record is not whole, or of another request: update the adapter to the engine",
             proof="shown", experiment="tokens = 1 + rounds + accepted - cut, request by request",
         )

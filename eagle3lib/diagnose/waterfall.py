@@ -26,6 +26,7 @@ import torch
 
 from eagle3lib.diagnose.evidence import Evidence
 from eagle3lib.diagnose.served import Answered, Setting, accepted_at, drafts_of, replays
+from eagle3lib.diagnose.told import pooled_length
 from eagle3lib.drafter.config import DrafterConfig
 
 _TRAINED_ROWS = 24
@@ -51,9 +52,8 @@ def acceptance_waterfall(e: Evidence) -> list[Level]:
     ]
     if m.dtype != "float32":
         levels.append(("numeric drift", _simulated(base, e.answered)))
-    served = [n for a in e.answered for n in a.accepted or []]
-    if served:
-        levels.append(("engine", 1 + sum(served) / len(served)))
+    if served := pooled_length(m.own_rows):
+        levels.append(("engine", served))
     return _with_losses(levels)
 
 
