@@ -7,7 +7,7 @@ from pathlib import Path
 from eagle3lib.lab.explore import explore_folder, finished_run
 from eagle3lib.lab.notebooks import execute
 from eagle3lib.lab.phase_params import NotebookParams
-from eagle3lib.report.html import render_notebook
+from eagle3lib.report.html import TO_THE_PAGE, render_notebook
 from eagle3lib.report.page import refresh_page
 
 
@@ -22,6 +22,6 @@ def run_explorer(params: NotebookParams) -> Path:
     name = params.PHASE.removeprefix("explore/")
     executed = explore_folder(params.run) / f"{name}.ipynb"
     execute(params, executed)
-    page = render_notebook(executed, executed.with_suffix(".html"))
+    page = render_notebook(executed, executed.with_suffix(".html"), links=TO_THE_PAGE)
     refresh_page(params.run)
     return page

@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import nbformat
 import plotly.io
+import pygments
 from nbformat.reader import NotJSONError
 from pygments.formatters import HtmlFormatter
+from pygments.lexers import PythonLexer
 from traitlets.config import Config
 
 from eagle3lib.lab.files import write_text
+from eagle3lib.report.spoken import describe_figure
 
 _HERE = Path(__file__).parent
 _PLOTLY_MIME = "application/vnd.plotly.v1+json"
 _DARK_CODE = "github-dark"  # pygments' colours for who reads in the dark
 _WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
+_LOG_LINES = 4  # a cell's printed lines are folded from one more on
+TO_THE_PAGE = (("../index.html", "Page of the run"),)
+_BEGIN, _END = "<!-- links of the run -->", "<!-- end of links of the run -->"
 
 
-def render_notebook(notebook: Path, html: Path, *, plotly_js: bool | str = True) -> Path:
-    """Convert an executed notebook. ``plotly_js`` "cdn" makes a small file that needs the network.
+def render_notebook(
+    notebook: Path,
+    html: Path,
+    *,
+    plotly_js: bool | str = True,
+    links: Sequence[tuple[str, str]] = (),
+) -> Path:
+    """Convert an executed notebook. ``plotly_js`` "cdn" makes a small file that needs the network;
+    ``links`` are addresses and their words, above and below the text.
 
     Plotly 6 and later leave only their MIME type in headless notebooks, which nbconvert can't draw:
     each figure is turned into a <div> here, the library is embedded once.
@@ -30,8 +44,11 @@ def render_notebook(notebook: Path, html: Path, *, plotly_js: bool | str = True)
     from nbconvert import HTMLExporter
 
     node = nbformat.read(notebook, as_version=4)
+    title = _title_of(node, notebook.stem)
     _drop_widgets(node)
+    _fold_logs(node)
     _draw_figures(node, notebook.stem, plotly_js)
+    _fold_parameters(node)
     config = Config()
     config.TagRemovePreprocessor.enabled = True
     config.TagRemovePreprocessor.remove_input_tags = {"hide-input"}
@@ -40,8 +57,25 @@ def render_notebook(notebook: Path, html: Path, *, plotly_js: bool | str = True)
     exporter = HTMLExporter(config=config, template_name="basic")
     exporter.exclude_input_prompt = exporter.exclude_output_prompt = True
     body, _ = exporter.from_notebook_node(node)
-    write_text(html, page_template("notebook.html.j2").render(title=notebook.stem, body=body))
+    page = page_template("notebook.html.j2").render(title=title, body=body)
+    write_text(html, _linked(page, links))
     return html
+
+
+def _title_of(node: Any, name: str) -> str:
+    """The notebook's own heading, else its file's name."""
+    lines = [line for c in node.cells if c.cell_type == "markdown" for line in c.source.split("\n")]
+    return next((line[2:].strip() for line in lines if line.startswith("# ")), name)
+
+
+def _linked(page: str, links: Sequence[tuple[str, str]]) -> str:
+    """The page with these links in both of their places."""
+    shown = "".join(f'<a href="{escape(to)}">{escape(words)}</a>\n' for to, words in links)
+    parts = page.split(_BEGIN)
+    for i, label in enumerate(("Above", "Below"), start=1):
+        nav = f'<nav class="links" aria-label="{label}: other pages">\n{shown}</nav>'
+        parts[i] = (nav if links else "") + _END + parts[i].partition(_END)[2]
+    return _BEGIN.join(parts)
 
 
 def page_template(
@@ -57,6 +91,7 @@ def page_template(
     )
     code = f"{light}\n@media (prefers-color-scheme: dark) {{\n{dark}\n}}\n"
     environment.globals["style"] = code + (_HERE / "style.css").read_text(encoding="utf-8")
+    environment.globals["undrawn"] = (_HERE / "undrawn.js").read_text(encoding="utf-8")
     environment.globals["narrow"] = (_HERE / "narrow.js").read_text(encoding="utf-8")
     return environment.get_template(name)
 
@@ -73,6 +108,52 @@ def _drop_widgets(node: Any) -> None:
             output.get("data", {}).pop(_WIDGET_MIME, None)
 
 
+def _fold_logs(node: Any) -> None:
+    """What an engine said while it started is looked up, not read; its last line tells the end."""
+    for cell in node.cells:
+        if "outputs" not in cell:
+            continue
+        merged: list[Any] = []  # each flush of the kernel is an output of its own
+        for output in cell.outputs:
+            if output.output_type == "stream" and merged and merged[-1].output_type == "stream":
+                merged[-1].text += output.text
+            else:
+                merged.append(output)
+        cell.outputs = [_folded(o) if o.output_type == "stream" else o for o in merged]
+
+
+def _folded(stream: Any) -> Any:
+    """Printed lines behind their last one, where they are many."""
+    from nbconvert.filters import ansi2html
+
+    lines = stream.text.rstrip().split("\n")
+    if len(lines) <= _LOG_LINES:
+        return stream
+    shown = (
+        f'<details class="log"><summary>{len(lines)} lines of log, the last:'
+        f" {ansi2html(lines[-1])}</summary><pre>{ansi2html(stream.text)}</pre></details>"
+    )
+    return nbformat.v4.new_output("display_data", {"text/html": shown})
+
+
+def _fold_parameters(node: Any) -> None:
+    """The cells of parameters are the record of a run, and a wall of code above its results."""
+    tags = ("parameters", "injected-parameters")
+    walls = [c for c in node.cells if set(tags) & set(c.metadata.get("tags", []))]
+    if not walls:
+        return
+    code = "".join(
+        pygments.highlight(cell.source, PythonLexer(), HtmlFormatter()) for cell in walls
+    )
+    folded = f"<details><summary>Parameters as code</summary>{code}</details>"
+    first = node.cells.index(walls[0])
+    node.cells = [c for c in node.cells if c not in walls]
+    # As an output: nbconvert shows the tags of a raw cell instead of obeying them.
+    output = nbformat.v4.new_output("display_data", {"text/html": folded})
+    kept = nbformat.v4.new_code_cell(metadata={"tags": ["hide-input"]}, outputs=[output])
+    node.cells.insert(first, kept)
+
+
 def _draw_figures(node: Any, name: str, plotly_js: bool | str) -> None:
     drawn = 0
     for cell in node.cells:
@@ -81,7 +162,7 @@ def _draw_figures(node: Any, name: str, plotly_js: bool | str) -> None:
             if _PLOTLY_MIME not in data:
                 continue
             figure = data.pop(_PLOTLY_MIME)
-            data["text/html"] = plotly.io.to_html(
+            drawing = plotly.io.to_html(
                 {"data": figure["data"], "layout": figure["layout"]},
                 include_plotlyjs=plotly_js,
                 full_html=False,
@@ -89,12 +170,15 @@ def _draw_figures(node: Any, name: str, plotly_js: bool | str) -> None:
                 config={"displaylogo": False, "responsive": True},
                 validate=False,
             )
+            told = escape(describe_figure(figure))
+            data["text/html"] = f'<figure role="group" aria-label="{told}">{drawing}</figure>'
             drawn += 1
             plotly_js = False  # the library once a page
 
 
 def render_run(folder: Path, into: Path, *, plotly_js: bool | str = True) -> dict[str, Path]:
-    """Render every executed notebook of a run that has no newer HTML. Phase name -> HTML file.
+    """Render every executed notebook of a run that has no newer HTML, and link each to its
+    neighbours. Phase name -> HTML file.
 
     papermill saves a running notebook in place every 30 s: one that is met half written is left for
     the next time.
@@ -102,10 +186,18 @@ def render_run(folder: Path, into: Path, *, plotly_js: bool | str = True) -> dic
     made = {}
     for notebook in sorted((folder / "reports").glob("[0-9]*.ipynb")):
         html = into / f"{notebook.stem}.html"
-        if not html.exists() or html.stat().st_mtime <= notebook.stat().st_mtime:
+        whole = html.exists() and html.stat().st_mtime > notebook.stat().st_mtime
+        if not whole or _BEGIN not in html.read_text(encoding="utf-8"):  # of before there were any
             try:
                 render_notebook(notebook, html, plotly_js=plotly_js)
             except NotJSONError:
                 continue
         made[notebook.stem] = html
+    names = list(made)
+    for before, name, after in zip(["", *names], names, [*names[1:], ""], strict=False):
+        neighbours = (("Before", before), ("Next", after))
+        links = [(f"{other}.html", f"{word}: {other}") for word, other in neighbours if other]
+        page = made[name].read_text(encoding="utf-8")
+        if (linked := _linked(page, [*TO_THE_PAGE, *links])) != page:
+            write_text(made[name], linked)
     return made

@@ -1,6 +1,6 @@
 // Plotly neither wraps a title nor moves a legend out of its way: here it is done for a narrow screen.
 addEventListener("load", () => {
-  if (innerWidth >= 600 || !window.Plotly) return;
+  if (innerWidth >= 600 || !window.Plotly || Plotly.undrawn) return;
   const wrapped = (text, width) => text.split(" ").reduce((lines, word) => {
     const longer = `${lines.at(-1)} ${word}`;
     return lines.length && longer.length <= width ? [...lines.slice(0, -1), longer] : [...lines, word];

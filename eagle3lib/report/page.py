@@ -28,10 +28,11 @@ from eagle3lib.measure.profile import drafter_fingerprint, read_profile
 from eagle3lib.measure.summary import check_benchmark
 from eagle3lib.report.campaign import read_campaign
 from eagle3lib.report.figures import acceptance_per_step, arms_bars, heldout_curves, load_words
-from eagle3lib.report.html import page_template, render_notebook, render_run
+from eagle3lib.report.html import TO_THE_PAGE, page_template, render_notebook, render_run
 from eagle3lib.report.page_top import set_answers
 from eagle3lib.report.planned import planned_beside_measured
 from eagle3lib.report.profile_figures import profile_bars
+from eagle3lib.report.spoken import describe_figure
 
 
 def build_page(run: str, *, copy_to: Path | None = None, plotly_js: str = "cdn") -> Path:
@@ -59,7 +60,9 @@ def build_page(run: str, *, copy_to: Path | None = None, plotly_js: str = "cdn")
     explorers = explorers_of(folder)
     for name in (line["name"] for line in explorers if copy_to and line["page"]):
         source = folder / "explore" / f"{name}.ipynb"
-        render_notebook(source, place / "explore" / f"{name}.html", plotly_js=beside)
+        render_notebook(
+            source, place / "explore" / f"{name}.html", plotly_js=beside, links=TO_THE_PAGE
+        )
     content = _content(folder, metrics, library) | {"explorers": explorers, "sent": bool(copy_to)}
     page = page_template("page.html.j2", _FILTERS).render(**content)
     write_text(place / "index.html", page)
@@ -240,19 +243,6 @@ def _figures(run: str, plotly_js: bool | str) -> list[dict[str, str]]:
         }
         for i, (name, figure) in enumerate(page_figures(run).items())
     ]
-
-
-def describe_figure(figure: go.Figure) -> str:
-    """A figure in words, for who hears the page: its title and every series with its ends."""
-    told = []
-    for trace in figure.data:
-        x, y = trace.x, trace.y
-        if x is None or y is None or not len(y):
-            continue
-        ends = [(x[0], y[0])] if len(y) == 1 else [(x[0], y[0]), (x[-1], y[-1])]
-        told.append(f"{trace.name}: " + " to ".join(f"{b:.3g} at {a}" for a, b in ends))
-    axis = figure.layout.yaxis.title.text
-    return f"{figure.layout.title.text}, {axis}. " + "; ".join(told)
 
 
 # In the page's order.

@@ -3,6 +3,8 @@
 import shutil
 from itertools import pairwise
 
+import nbformat
+import plotly.graph_objects as go
 import pytest
 from browser import CHROMIUM, open_browser
 
@@ -10,6 +12,7 @@ from eagle3lib.lab.explore import EXPLORERS
 from eagle3lib.lab.notebooks import execute
 from eagle3lib.lab.profile import load_profile
 from eagle3lib.report.explore import run_explorer
+from eagle3lib.report.html import render_notebook
 from eagle3lib.report.page import build_page
 
 pytestmark = [
@@ -106,6 +109,37 @@ def test_the_first_key_skips_to_the_answer(tab, page):
     assert tab.find("document.activeElement.getBoundingClientRect().left") >= 0
     tab.press("Enter", 13)
     tab.wait_for("document.activeElement.id", lambda found: found == "answer")
+
+
+def test_a_notebook_leads_back_and_on_and_shows_its_results_first(tab, page):
+    tab.open(page.parent / f"reports/{NOTEBOOKS_OF_PHASES[-1]}.html", 1280)
+    assert tab.find("document.title").startswith("06 Benchmark")
+    links = tab.find("[...document.querySelectorAll('nav a')].map(a => a.getAttribute('href'))")
+    assert "../index.html" in links and len(links) >= 4, "above and below"
+    for link in links:
+        assert (page.parent / "reports" / link).resolve().is_file(), link
+    seen = "[...document.querySelectorAll('.highlight, .log pre')].filter(e => e.checkVisibility())"
+    assert tab.find(f"{seen}.length") == 0, "code and logs are folded"
+    assert tab.find("[...document.querySelectorAll('figure')].every(f => / at /.test(f.ariaLabel))")
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_words_stand_for_a_figure_whose_library_cannot_be_loaded(tab, tmp_path, width):
+    """A small copy without a network had blanks, and an error a figure in the console."""
+    notebook = nbformat.v4.new_notebook()
+    figure = go.Figure(go.Scatter(x=[1, 2], y=[3, 4], name="a line")).update_layout(title="Known")
+    output = nbformat.v4.new_output(
+        "display_data", {"application/vnd.plotly.v1+json": figure.to_plotly_json()}
+    )
+    notebook.cells = [nbformat.v4.new_code_cell("draw()", outputs=[output])]
+    nbformat.write(notebook, tmp_path / "n.ipynb")
+    made = render_notebook(tmp_path / "n.ipynb", tmp_path / "n.html", plotly_js="missing.js")
+    tab.open(made, width)
+    assert "Known. a line: 3 at 1 to 4 at 2" in tab.find(
+        "document.querySelector('figure').innerText"
+    )
+    assert [m for m in tab.messages if "missing.js" not in m] == []
+    assert tab.find("document.documentElement.scrollWidth") <= width
 
 
 def test_who_hears_the_page_gets_its_structure(tab, page):

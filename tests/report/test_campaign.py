@@ -26,10 +26,10 @@ from eagle3lib.report.campaign import read_campaign
 from eagle3lib.report.html import render_notebook
 from eagle3lib.report.page import (
     build_page,
-    describe_figure,
     explorers_of,
     refresh_campaign,
 )
+from eagle3lib.report.spoken import describe_figure
 
 TARGET = "0123456789abcdef"
 
