@@ -67,7 +67,7 @@ def test_the_text_of_an_answer_is_shown_and_not_obeyed():
     assert "<b>x</b>" not in block and block.count("<script") == block.count("</script>") == 2
 
 
-def varied(number, tokens=256):
+def varied(number, tokens=180):
     """An answer that packs as badly as a real one: random tokens, choices, probabilities and
     outcomes."""
     draw = random.Random(number)
@@ -101,13 +101,13 @@ def thousand():
     return RunViews([varied(i) for i in range(1000)], 1000, 3, "float32", (2, 5, 7), "served")
 
 
-def test_a_thousand_answers_are_all_on_a_page_of_less_than_15_mb(tmp_path):
+def test_a_thousand_answers_are_all_there_in_10_mb(tmp_path):
     found = thousand()
     began = time.process_time()
-    whole = token_view(found, decode, page_bytes=14 * 10**6)
+    whole = token_view(found, decode)
     took_s = time.process_time() - began
-    assert whole.left_out == 0 and len(whole.html.encode()) < 15e6
-    assert took_s < 120  # about 15 s here; what grows with the square of the answers takes minutes
+    assert whole.left_out == 0 and len(whole.html.encode()) < 10.1e6
+    assert took_s < 120  # about 12 s here; what grows with the square of the answers takes minutes
     if CHROMIUM is None:
         return
     page = tmp_path / "view.html"
@@ -116,9 +116,7 @@ def test_a_thousand_answers_are_all_on_a_page_of_less_than_15_mb(tmp_path):
         tab.open(page, 1280)
         tab.wait_for("document.querySelectorAll('.list section').length", lambda n: n >= 20)
         spans = "document.querySelectorAll('.list .t').length"
-        assert (
-            tab.find(spans) < 4000
-        )  # of a quarter of a million: the rest is drawn when scrolled to
+        assert tab.find(spans) < 4000  # of 180,000: the rest is drawn when scrolled to
         timed = "(b => { const t = performance.now(); b(); return performance.now() - t })"
         press = "() => document.querySelector('button[data-kind=outside]').click()"
         took_ms = tab.find(f"{timed}({press})")
