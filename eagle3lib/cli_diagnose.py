@@ -112,6 +112,7 @@ def _of_prompts(
     material = foreign_material(
         live, drafter, rows, found, answered_by=asked.by, counters=asked.counters
     )
+    material.asked, material.server = prompts, server
     return material, DiagnoseParams(target=target)
 
 
@@ -125,5 +126,9 @@ def causes_text(causes: list[Cause]) -> str:
         lines += [f"{c.severity}: {c.title}  [{c.code}; {c.proof}{cost}]", f"  {c.evidence}"]
         lines += [f"  proof:  {c.experiment}"] if c.experiment else []
         lines += [f"  remedy: {c.remedy}"]
+        lines += [f"  shows:  {row.kind} {row.id}: {row.shows}" for row in c.rows]
         lines += [f"  run:    {c.command}"] if c.command else []
+        for trial in c.trials:
+            lines += [f"  try:    {trial.what}: {trial.tells}"]
+            lines += [f"          {command}" for command in trial.commands]
     return "\n".join(lines)

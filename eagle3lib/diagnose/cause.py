@@ -6,8 +6,9 @@ by what they cost, then by the order of the seven questions (``QUESTIONS``).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal
 
 from eagle3lib.lab.finding import _ORDER, Finding
@@ -26,11 +27,46 @@ Proof = Literal["shown", "measured", "suspected"]
 _PROOF: dict[str, int] = {"shown": 0, "measured": 1, "suspected": 2}
 
 
+MOST_ROWS = 5  # a finding shows its plainest rows, not all
+
+
+@dataclass(frozen=True)
+class Row:
+    """One that shows the cause: ``kind`` is prompt, conversation or tensor, ``id`` its name there,
+    ``shows`` what is seen in it."""
+
+    kind: str
+    id: str
+    shows: str
+
+
+@dataclass(frozen=True)
+class Series:
+    """Numbers of a small figure: a bar for every name, in ``unit``; with ``line`` a curve."""
+
+    title: str
+    unit: str
+    names: tuple[str, ...]
+    values: tuple[float, ...]
+    line: bool = False
+
+
+@dataclass(frozen=True)
+class Trial:
+    """An experiment: what is changed, the commands that do it, and what each outcome would mean."""
+
+    what: str
+    commands: tuple[str, ...]
+    tells: str
+
+
 @dataclass(frozen=True)
 class Cause(Finding):
     """``question`` is 1 to 7; ``cost`` in tokens a round, None where it can't be told;
     ``experiment`` is what was done, or is to be done, to prove it; ``command`` is to be run next.
     ``alike``: codes of causes that would leave the very same evidence; the texts name them too.
+    ``rows`` (at most ``MOST_ROWS``) and ``series`` are evidence, empty where the rule has none;
+    ``trials``: experiments to run, with this run's own names (``experiments.with_trials``).
     """
 
     question: int = 1
@@ -39,10 +75,24 @@ class Cause(Finding):
     experiment: str = ""
     command: str = ""
     alike: tuple[str, ...] = ()
+    rows: tuple[Row, ...] = ()
+    series: Series | None = None
+    trials: tuple[Trial, ...] = ()
 
     @property
     def names(self) -> set[str]:
         return {self.code, *self.alike}
+
+
+def rows_of(kind: str, shown: Iterable[tuple[str, str]]) -> tuple[Row, ...]:
+    """The first few of (id, what it shows)."""
+    return tuple(Row(kind, name, text) for name, text in islice(shown, MOST_ROWS))
+
+
+def bars(title: str, unit: str, values: Mapping[str, float | None]) -> Series | None:
+    """A figure of the values that are known; None where none is."""
+    known = {name: value for name, value in values.items() if value is not None}
+    return Series(title, unit, tuple(known), tuple(known.values())) if known else None
 
 
 def ranked(causes: Iterable[Cause]) -> list[Cause]:

@@ -145,6 +145,30 @@ def lossless_findings(compared: dict[str, dict[str, Any]]) -> list[Finding]:
     ]
 
 
+def slower_elsewhere(benchmark: dict[str, Any], arm: str) -> list[Finding]:
+    """Prompt sets other than the workload on which the arm is slower than plain decoding: worth
+    knowing, no fault: the drafter was not made for them."""
+    lines = [a for a in benchmark.get("arms") or [] if a["arm"] == arm and a["set"] != "workload"]
+    found = []
+    for line in lines:
+        speedup, cost = line.get("speedup"), line.get("round_cost")
+        if not speedup or not cost or speedup["high"] is None or speedup["high"] >= 1:
+            continue
+        found.append(
+            Finding(
+                "slower-elsewhere",
+                "note",
+                f"on the {line['set']} prompts speculation is slower: {speedup['value']:.2f}x "
+                f"({interval_text(speedup)})",
+                f"{line['acceptance']['acceptance_length']:.2f} tokens a round at {cost:.2f} plain "
+                f"steps a round; below {cost:.2f} none pays",
+                "train on such prompts too, or serve them without the drafter",
+                "06_benchmark_serving",
+            )
+        )
+    return found
+
+
 def speed_verdict(line: dict[str, Any]) -> tuple[str, list[Finding]]:
     """A sentence about speed for one set's arm, apart from acceptance: cost is the other half."""
     speedup, cost = line.get("speedup"), line.get("round_cost")

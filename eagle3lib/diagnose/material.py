@@ -72,6 +72,10 @@ class Material:
     servers: dict[str, Any] = field(default_factory=dict)
     answered_by: str = "engine"
     problems: list[Cause] = field(default_factory=list)
+    folder: Path | None = None  # of the run; None for a drafter from elsewhere
+    served_params: dict[str, Any] = field(default_factory=dict)  # parameters of phase 06
+    asked: str = ""  # where there is no run: the prompts' file,
+    server: str = ""  # and the address that answered them
 
     def first_answers(self, set_name: str) -> list[RequestRow]:
         """The first answer to every prompt of a set in our drafter's arm; without those whose
@@ -181,8 +185,9 @@ def read_material(
     dtype = benchmark.get("dtype") or captured.get("params", {}).get("dtype") or "float32"
     m = Material(
         target, head or TargetHead(target, dtype), states_of or LiveTarget(target, dtype), dtype,
-        benchmark=benchmark, problems=problems,
+        benchmark=benchmark, problems=problems, folder=folder,
     )  # fmt: skip
+    m.served_params = _params(m, place)
     exported = exported_drafter(folder)
     own = m.attempt(3, lambda: drafter_folder(folder, OWN), exported)
     if own == exported:

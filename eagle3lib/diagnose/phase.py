@@ -10,7 +10,13 @@ import torch
 from eagle3lib.diagnose.cause import QUESTIONS, Cause, as_cause, ranked
 from eagle3lib.diagnose.causes import causes_of
 from eagle3lib.diagnose.evidence import collect, facts
-from eagle3lib.diagnose.findings import acceptance_verdict, lossless_findings, speed_verdict
+from eagle3lib.diagnose.experiments import with_trials
+from eagle3lib.diagnose.findings import (
+    acceptance_verdict,
+    lossless_findings,
+    slower_elsewhere,
+    speed_verdict,
+)
 from eagle3lib.diagnose.material import SETS, Material, read_material
 from eagle3lib.diagnose.replay import (
     ReplayedAnswer,
@@ -24,6 +30,7 @@ from eagle3lib.lab.finding import Finding
 from eagle3lib.lab.machine import cores
 from eagle3lib.lab.params import DiagnoseParams
 from eagle3lib.lab.run import Phase
+from eagle3lib.measure.arms import OWN
 from eagle3lib.target.folder import Target
 
 Replayed = dict[str, list[ReplayedAnswer]]
@@ -71,9 +78,10 @@ def diagnose(
     if m.not_replayed:
         acceptance = f"nothing was replayed: {m.not_replayed}"
     speed, slow = speed_verdict(m.line)
+    slow += slower_elsewhere(m.benchmark, OWN)
     causes = causes_of(evidence) + [as_cause(f, 7) for f in slow]
     causes += [as_cause(f, 2) for f in lossless_findings(compared)]
-    causes = with_verdict(causes, old)
+    causes = with_trials(with_verdict(causes, old), m)
     metrics = {
         "verdicts": {"acceptance": acceptance, "speed": speed, "cause": verdict_line(causes)},
         "num_speculative_tokens": m.steps,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle3lib.diagnose.cause import Cause, as_cause
+from eagle3lib.diagnose.cause import Cause, as_cause, bars, rows_of
 from eagle3lib.diagnose.evidence import Evidence
 from eagle3lib.diagnose.material import Material
 from eagle3lib.diagnose.outcomes import Outcome
@@ -66,6 +66,8 @@ def _proven(e: Evidence, code: str) -> dict[str, Any]:
     return {
         "proof": "shown", "cost": reached - exported,
         "experiment": f"simulated {exported:.2f} as exported, {reached:.2f} with {best.label}",
+        "series": bars("Simulated acceptance length", "tokens a round",
+                       {"as exported": exported, best.label: reached}),
     }  # fmt: skip
 
 
@@ -232,6 +234,7 @@ def tensors(m: Material) -> list[Cause]:
             f"relative difference: {shown}",
             "export from the best checkpoint, with strict loading", proof="shown",
             experiment="every tensor of the export beside the best checkpoint's",
+            rows=rows_of("tensor", ((name, f"{error:.0%} away") for name, error in wrong)),
         )
     ]  # fmt: skip
 

@@ -8,8 +8,8 @@ from typing import Any
 from eagle3lib.data.rows import AnswerRow
 from eagle3lib.data.template import ChatTemplate, RefusedTurn, load_chat_template
 from eagle3lib.data.tokens_view import thinking_arguments
-from eagle3lib.diagnose.cause import Cause
-from eagle3lib.diagnose.evidence import Evidence, cross_entropy, unseen_share
+from eagle3lib.diagnose.cause import Cause, bars, rows_of
+from eagle3lib.diagnose.evidence import Evidence, TargetView, cross_entropy, unseen_share
 from eagle3lib.diagnose.material import Material
 from eagle3lib.lab.errors import UserError
 from eagle3lib.training.evaluate import ENOUGH_TOKENS
@@ -61,6 +61,11 @@ def off_policy(e: Evidence) -> list[Cause]:
             "nearly 100 %",
             "generate the answers with the target that is served",
             proof="shown", experiment="the target's greedy token at every trained position",
+            rows=rows_of("conversation", ((s.id, f"{s.teacher_fresh:.0%} of its answer tokens")
+                         for s in sorted(e.stored, key=lambda s: s.teacher_fresh))),
+            series=bars("Answer tokens that are the target's own choice", "share",
+                        {"stored states": share, "captured now": fresh,
+                         "expected at least": _ON_POLICY}),
         )
     ]  # fmt: skip
 
@@ -100,6 +105,9 @@ def train_template(m: Material) -> list[Cause]:
             f"gives {template.decode(ids[-6:])!r}",
             "take the ids that the server returns, never render them a second time",
             proof="shown", experiment="messages of trained rows rendered by the target's template",
+            rows=rows_of("conversation", ((r.id, f"ends in "
+                         f"{template.decode(r.prompt_token_ids[-6:])!r}, the template in "
+                         f"{template.decode(made[-6:])!r}") for r, made in differ)),
         )
     ]  # fmt: skip
 
@@ -132,6 +140,9 @@ def thinking(m: Material) -> list[Cause]:
             "thinking is other text after another prompt: little carries over",
             "train with the thinking mode that is served (parameter thinking, mixed for both)",
             experiment="share of answers with reasoning, trained and served",
+            rows=rows_of("prompt", ((r.id, "thinks" if thinks(r) else "does not think")
+                         for r in served if thinks(r) != (a > b))),
+            series=bars("Answers that think", "share", {"trained": a, "served": b}),
         )
     ]  # fmt: skip
 
@@ -154,6 +165,9 @@ def system_prompt(m: Material) -> list[Cause]:
             "the system message is part of every state that the drafter reads",
             "train with the system prompts that are served",
             experiment="roles of the messages, trained and served",
+            rows=rows_of("prompt", ((r.id, f"{'with' if has(r) else 'without'} a system message")
+                         for r in served if has(r) != (a > b))),
+            series=bars("Prompts with a system message", "share", {"trained": a, "served": b}),
         )
     ]  # fmt: skip
 
@@ -176,10 +190,19 @@ def coverage(e: Evidence) -> list[Cause]:
                 "raise draft_vocab_size, or count over such text too (03_build_vocab_map)",
                 cost=ceiling_cost(share, e.material.steps or 1), proof="shown",
                 experiment="served tokens looked up in the map",
+                rows=rows_of("prompt", ((v.id, f"{v.inside_vocab} of {v.answer_tokens - 1} tokens "
+                             "are in the draft vocabulary") for v in _worst_covered(views))),
+                series=bars("Answer tokens within the draft vocabulary", "share",
+                            {name: share, "expected at least": _COVERED}),
                 command="eagle3 run PROFILE 03 04 05 06 07",
             )
         )  # fmt: skip
     return found
+
+
+def _worst_covered(views: list[TargetView]) -> list[TargetView]:
+    told = [v for v in views if v.answer_tokens > 1]
+    return sorted(told, key=lambda v: v.inside_vocab / (v.answer_tokens - 1))
 
 
 def ceiling_cost(share: float, steps: int) -> float:
@@ -219,6 +242,10 @@ def trained_length(m: Material) -> list[Cause]:
             f"no trained conversation is longer than {longest} tokens",
             "train on conversations as long as those that are served",
             experiment="lengths of trained and served conversations",
+            rows=rows_of("prompt", ((r.prompt, f"{p + a} tokens, {a} of them the answer's")
+                         for r, (p, a) in zip(m.own_rows, spans, strict=True) if p + a > longest)),
+            series=bars("Longest conversation", "tokens",
+                        {"trained": float(longest), "served": float(max(map(sum, spans)))}),
         )
     ]  # fmt: skip
 
@@ -248,6 +275,13 @@ def domain(m: Material) -> list[Cause]:
             f"trained answers; {unseen_share(counts, served):.0%} of the tokens never trained",
             "train on answers to the prompts that are served",
             experiment="unigram cross-entropy of served and trained answers",
+            rows=rows_of("prompt", sorted(
+                ((r.prompt, f"{cross_entropy(counts, r.answer_token_ids, size):.2f} nats a token")
+                 for r in m.own_rows if r.set == "workload" and r.answer_token_ids),
+                key=lambda row: -float(row[1].split()[0]),
+            )),
+            series=bars("Answers under the training answers' unigram", "nats a token",
+                        {"served": strange, "trained, among each other": usual}),
         )
     ]  # fmt: skip
 
@@ -262,5 +296,7 @@ def hard_target(e: Evidence) -> list[Cause]:
             "no drafter guesses what the target hardly prefers",
             "expect less on this workload; compare with one of lower entropy",
             question=6, experiment="entropy of the target at every served token",
+            rows=rows_of("prompt", ((v.id, f"{v.entropy:.2f} nats a token")
+                         for v in sorted(e.views, key=lambda v: -v.entropy))),
         )
     ]  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from eagle3lib.diagnose.cause import Cause
+from eagle3lib.diagnose.cause import Cause, Row, Series, bars, rows_of
 from eagle3lib.diagnose.evidence import Evidence
 from eagle3lib.diagnose.outcomes import Outcome, explained_up_to, is_explained
 from eagle3lib.diagnose.served import Setting, drafts_of, rounds_equal
@@ -92,6 +92,7 @@ def _named(e: Evidence, plain: Outcome, variants: list[Outcome]) -> Cause:
         proof="suspected" if few else "shown",
         cost=abs(simulated - served),
         experiment="the simulator with this very fault gives the engine's record, round by round",
+        rows=_parted(e), series=_shares(e.engine_table),
         command="eagle3 run PROFILE 06 07",
         alike=tuple(dict.fromkeys(o.cause for o in alike if o.cause != best.cause)),
     )  # fmt: skip
@@ -120,6 +121,7 @@ def _named_up_to(e: Evidence, plain: Outcome, variants: list[Outcome], drafts: i
         experiment=f"the simulator with this fault gives the engine's first {drafts} drafts; "
         f"serve the same prompts with K = {drafts}, then with K = {drafts + 1}",
         command="eagle3 run PROFILE 06 07", alike=tuple(codes[1:]),
+        rows=_parted(e), series=_shares(e.engine_table),
     )  # fmt: skip
 
 
@@ -134,6 +136,7 @@ def _unnamed(e: Evidence, plain: Outcome, best: Outcome) -> Cause:
         f"change one thing at a time and serve the same prompts again: {_EXPERIMENTS}",
         _WHERE, question=2, proof="suspected", cost=abs(simulated - served),
         experiment=f"to be done: {_EXPERIMENTS}", command="eagle3 run PROFILE 06 07",
+        rows=_parted(e), series=_shares(e.engine_table),
     )  # fmt: skip
 
 
@@ -173,16 +176,13 @@ def nothing_accepted(e: Evidence, rounds: int, alike: list[Outcome]) -> Cause:
         experiment="the record of every round beside the simulator's, and beside every known "
         "fault's", command="eagle3 run PROFILE 06 07",
         alike=(("sampling-accepts-nothing",) if sampler else ()) + causes,
+        series=bars("Acceptance length", "tokens a round", {"served": 1.0, "simulated": simulated}),
     )  # fmt: skip
 
 
 def _drift(e: Evidence, plain: Outcome) -> Cause | None:
     """Right for the first requests, wrong for the later ones: something fills up or is reused."""
-    assert e.material.drafter is not None and e.material.steps
-    base = Setting(e.material.drafter, e.material.drafter.config.slots, e.material.steps)
-    drafts = drafts_of(base, e.answered)
-    told = [(d, a) for d, a in zip(drafts, e.answered, strict=True) if a.accepted]
-    pairs = [rounds_equal(d, a) for d, a in told]
+    pairs = [pair for _, pair in _by_answer(e)]
     half = max(1, len(pairs) // 2)
     early, late = _share(pairs[:half]), _share(pairs[half:])
     if len(pairs) < 6 or early < 0.97 or late > 0.9:
@@ -197,7 +197,45 @@ def _drift(e: Evidence, plain: Outcome) -> Cause | None:
         "fixed prompt over time",
         _WHERE, question=2, proof="shown", cost=abs(simulated - served),
         experiment="rounds equal to the simulator's, in the order of the requests",
+        rows=_parted(e), series=Series(
+            "Rounds equal to the simulator's, in the order of the requests", "share",
+            tuple(str(i) for i in range(1, len(pairs) + 1)),
+            tuple(a / n if n else 1.0 for a, n in pairs), line=True,
+        ),
         command="eagle3 run PROFILE 06 07",
+    )  # fmt: skip
+
+
+def _by_answer(e: Evidence) -> list[tuple[str, tuple[int, int]]]:
+    """(prompt, (rounds equal to the simulator's, rounds)) in the order of the requests."""
+    assert e.material.drafter is not None and e.material.steps
+    base = Setting(e.material.drafter, e.material.drafter.config.slots, e.material.steps)
+    drafts = drafts_of(base, e.answered)
+    told = [(d, a) for d, a in zip(drafts, e.answered, strict=True) if a.accepted]
+    return [(a.id, rounds_equal(d, a)) for d, a in told]
+
+
+def _parted(e: Evidence) -> tuple[Row, ...]:
+    """The answers with most rounds that are not the simulator's."""
+    if e.material.drafter is None:
+        return ()
+    parted = sorted(_by_answer(e), key=lambda line: line[1][0] - line[1][1])
+    return rows_of(
+        "prompt",
+        (
+            (name, f"{n - a} of {n} rounds are not the simulator's")
+            for name, (a, n) in parted
+            if a < n
+        ),
+    )
+
+
+def _shares(table: list[Outcome], most: int = 6) -> Series | None:
+    """The drafter as exported and the variants nearest to the engine's record."""
+    best = sorted(table[1:], key=lambda o: -o.rounds_equal)[: most - 1]
+    return bars(
+        "Rounds that equal the engine's record", "share",
+        {o.label: o.equal_share for o in (table[0], *best)},
     )  # fmt: skip
 
 

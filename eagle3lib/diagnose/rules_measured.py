@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from eagle3lib.data.rows import is_looping
-from eagle3lib.diagnose.cause import Cause
+from eagle3lib.diagnose.cause import Cause, bars, rows_of
 from eagle3lib.diagnose.evidence import Evidence
 from eagle3lib.diagnose.material import Material
 from eagle3lib.diagnose.told import mean_length, pooled_length, told_rounds
@@ -77,6 +77,10 @@ def counters(m: Material) -> list[Cause]:
                 "counters grow since the server's start and count every client",
                 "take differences around the benchmark, on a server that nobody else uses",
                 experiment="both counts of the same requests, side by side",
+                series=bars(
+                    "Rounds of the same requests", "rounds",
+                    {"the server's counters": drafts, "its answers": float(rounds)},
+                ),
             )
         )  # fmt: skip
     return found
@@ -106,6 +110,10 @@ def reported_length(m: Material) -> list[Cause]:
                 "report 1 + accepted / rounds, summed over all requests and divided once",
                 cost=abs(said - pooled), proof="shown",
                 experiment="the length computed again from the per-request records",
+                series=bars(
+                    "Acceptance length of one record", "tokens a round",
+                    {"reported": said, "pooled": pooled, "mean of requests": mean},
+                ),
             )
         ]  # fmt: skip
     return []
@@ -129,6 +137,9 @@ def identity(m: Material) -> list[Cause]:
             f"{accepted} accepted",
             "the record is not whole, or of another request: update the adapter to the engine",
             proof="shown", experiment="tokens = 1 + rounds + accepted - cut, request by request",
+            rows=rows_of("prompt", ((x.prompt, f"{len(x.answer_token_ids)} tokens, "
+                         f"{len(x.accepted or [])} rounds, {sum(x.accepted or [])} accepted")
+                         for x in broken)),
         )
     ]  # fmt: skip
 
@@ -147,6 +158,10 @@ def looping(m: Material) -> list[Cause]:
             + ("no other answers" if rest is None else f"{rest:.2f} on the others"),
             "a repeated stretch is easy to draft: use prompts that the target answers well",
             experiment="acceptance with and without the looping answers",
+            rows=rows_of("prompt", ((r.prompt, f"its {len(r.answer_token_ids)} answer tokens end "
+                         "in a repeated stretch") for r in loops)),
+            series=bars("Acceptance length", "tokens a round",
+                        {"looping answers": pooled_length(loops), "the others": rest}),
         )
     ]  # fmt: skip
 
@@ -167,7 +182,8 @@ def temperature(m: Material) -> list[Cause]:
 
 def random_prompts(e: Evidence) -> list[Cause]:
     other = {r.prompt for r in _other_ids(e.material)}  # a client's fault, named by its own rule
-    nats = [v.prompt_nats for v in e.views if v.id not in other]
+    views = [v for v in e.views if v.id not in other]
+    nats = [v.prompt_nats for v in views]
     limit = _RANDOM_SHARE_OF_LOG_VOCAB * math.log(e.material.target.vocab_size)
     wild = [n for n in nats if n > limit]
     if not nats or len(wild) / len(nats) < _MANY:
@@ -180,6 +196,11 @@ def random_prompts(e: Evidence) -> list[Cause]:
             f"cost about {math.log(e.material.target.vocab_size):.1f}",
             "random tokens measure no acceptance: benchmark with prompts of the workload",
             proof="shown", experiment="the target's own log-likelihood of each prompt",
+            rows=rows_of("prompt", ((v.id, f"{v.prompt_nats:.1f} nats its middle token")
+                         for v in sorted(views, key=lambda v: -v.prompt_nats))),
+            series=bars("The middle token of a prompt", "nats",
+                        {"these prompts": sum(nats) / len(nats), "taken for noise from": limit,
+                         "drawn blindly": math.log(e.material.target.vocab_size)}),
         )
     ]  # fmt: skip
 
@@ -206,6 +227,8 @@ def client_template(m: Material) -> list[Cause]:
             f"{known[r.prompt][-8:]} in the data",
             "let the server render the messages (chat endpoint), with the same thinking and tools",
             proof="shown", experiment="the same prompts' ids side by side",
+            rows=rows_of("prompt", ((x.prompt, f"ends in {x.prompt_token_ids[-8:]}, in the data in "
+                         f"{known[x.prompt][-8:]}") for x in other)),
             command="eagle3 tokens answers.jsonl",
         )
     ]  # fmt: skip
@@ -245,5 +268,9 @@ def trained_prompts(m: Material) -> list[Cause]:
             + ("no other prompts" if rest is None else f"{rest:.2f} on the others"),
             "benchmark held-out prompts: what was memorised will not be asked again",
             experiment="prompt ids of the benchmark looked up among the training rows",
+            rows=rows_of("prompt", ((r.prompt, "among the trained prompts, id by id")
+                         for r in seen)),
+            series=bars("Acceptance length", "tokens a round",
+                        {"trained prompts": pooled_length(seen), "the others": rest}),
         )
     ]  # fmt: skip

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any
 
-from eagle3lib.diagnose.cause import Cause
+from eagle3lib.diagnose.cause import Cause, Series, bars, rows_of
 from eagle3lib.diagnose.evidence import Evidence
 from eagle3lib.diagnose.material import Material
 
@@ -54,6 +55,7 @@ def broken_states(e: Evidence) -> list[Cause]:
             "delete these shards and capture again; in an engine switch the prefix cache off",
             where=_STATES, proof="shown",
             experiment="finite, non-zero and changing states, position by position",
+            rows=rows_of("conversation", e.broken_states),
         )
     ]  # fmt: skip
 
@@ -82,6 +84,10 @@ def stored_states(e: Evidence) -> list[Cause]:
             f"{wrong[0].stored_error:.2f} as stored, {wrong[0].error:.3f} as \"{wrong[0].fits}\"",
             remedy, where=_STATES, proof="shown",
             experiment="the same tokens captured now, compared under each hypothesis",
+            rows=rows_of("conversation", ((s.id, f"error {s.stored_error:.2f} as stored, "
+                         f"{s.error:.3f} as \"{s.fits}\"") for s in wrong)),
+            series=bars("Relative error of the stored states", "median over positions",
+                        {"as stored": wrong[0].stored_error, wrong[0].fits: wrong[0].error}),
         )
     ]  # fmt: skip
 
@@ -108,6 +114,11 @@ def last_state(e: Evidence) -> list[Cause]:
             f"{s.teacher_fresh:.0%} from states captured now",
             remedy, where=_STATES, proof="shown",
             experiment="the last state captured now, under each hypothesis",
+            rows=rows_of("conversation", ((x.id, f"the teacher gives {x.teacher_stored:.0%}, from "
+                         f"states captured now {x.teacher_fresh:.0%}") for x in e.stored
+                         if x.last_fits == s.last_fits)),
+            series=bars("Answer tokens that the teacher gives", "share",
+                        {"stored states": s.teacher_stored, "captured now": s.teacher_fresh}),
         )
     ]  # fmt: skip
 
@@ -166,6 +177,8 @@ def steps(m: Material) -> list[Cause]:
             "output, which it never saw in training",
             f"train at least {served} steps (parameter steps)", command="eagle3 run PROFILE 04",
             experiment="acceptance by step, against the steps of the training",
+            series=bars("Acceptance given the step before", "share",
+                        {f"step {k}": share for k, share in enumerate(per_step, start=1)}),
         )
     ]  # fmt: skip
 
@@ -185,9 +198,19 @@ def never_learnt(m: Material) -> list[Cause]:
             f"step 1, means over the first and last {tenth} of {len(losses)} updates",
             "look at the learning rate, the mask, and whether weights are handed to the optimizer",
             proof="shown", experiment="first step's loss over the updates",
+            series=_curve(losses),
             command="eagle3 run PROFILE 04",
         )
     ]  # fmt: skip
+
+
+def _curve(losses: list[float], points: int = 60) -> Series:
+    """Means over stretches of updates: a long training makes no longer finding."""
+    wide = max(1, math.ceil(len(losses) / points))
+    parts = [losses[i : i + wide] for i in range(0, len(losses), wide)]
+    names = tuple(str(i * wide + 1) for i in range(len(parts)))
+    means = tuple(sum(part) / len(part) for part in parts)
+    return Series("Loss of the first step over the updates", "nats", names, means, line=True)
 
 
 def no_better_than_counting(m: Material) -> list[Cause]:
@@ -205,5 +228,7 @@ def no_better_than_counting(m: Material) -> list[Cause]:
             f"({unigram:.2f})",
             "held-out answers of the workload", "check states, labels and learning rate",
             experiment="the simulator on held-out answers, beside the unigram's",
+            series=bars("Held-out acceptance length", "tokens a round",
+                        {"trained drafter": trained, "the commonest token": unigram}),
         )
     ]  # fmt: skip

@@ -13,6 +13,7 @@ from __future__ import annotations
 import getpass
 import json
 import os
+import shlex
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,6 +24,7 @@ from filelock import FileLock
 
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import read_jsonl, write_text
+from eagle3lib.lab.machine import ROOT
 from eagle3lib.lab.phase_params import PhaseParams
 
 DECISIONS = ("note", "gate skipped", "freed")
@@ -70,6 +72,18 @@ def keep_profile(folder: Path, params: Mapping[str, PhaseParams]) -> None:
             write_text(
                 path, "# What this run was made with; what is not named is a default.\n" + text
             )
+
+
+def run_words(folder: Path) -> str:
+    """What stands after ``eagle3 run`` to go on with the run in ``folder``."""
+    path = folder / "profile.yaml"
+    # Runs of before have none: the person who started it knows the profile.
+    return shlex.quote(shown_path(path)) if path.exists() else f"PROFILE run={folder.name}"
+
+
+def shown_path(path: Path) -> str:
+    """As it is typed in the repository's folder."""
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
 
 
 def skip_gate(folder: Path, gate: str, baseline: str, why: str, who: str = "") -> dict[str, Any]:

@@ -16,9 +16,8 @@ from filelock import FileLock, Timeout
 from eagle3lib.drafter.card import suggested_repo, upload_command
 from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import read_json
-from eagle3lib.lab.journal import DECISIONS, read_journal
+from eagle3lib.lab.journal import DECISIONS, read_journal, run_words, shown_path
 from eagle3lib.lab.large import freed
-from eagle3lib.lab.machine import ROOT
 from eagle3lib.lab.manifest import whole_phases
 from eagle3lib.lab.params import PHASES
 from eagle3lib.lab.profile import load_profile
@@ -107,7 +106,7 @@ def _phase(
             state, detail = "out of date", f"{', '.join(changed)} changed"
         told = [
             f"{kind} freed on {facts['when'][:10]}; made again by "
-            + facts["again"].replace("PROFILE", _profile(folder))
+            + facts["again"].replace("PROFILE", run_words(folder))
             for kind, facts in freed(folder, name).items()
         ]
         detail = "; ".join(filter(None, [detail, *told]))
@@ -262,22 +261,11 @@ def _upload(folder: Path, drafter: Path) -> str:
 
 def _go_on(folder: Path, phases: list[PhaseLine]) -> str:
     """The command that ends the run; it names the phases where some are left out on purpose."""
-    command = f"eagle3 run {_profile(folder)}"
+    command = f"eagle3 run {run_words(folder)}"
     if not any(p.state == "skipped" for p in phases):
         return command
     left = [p.name for p in phases if p.state in (*_ON_THE_WAY, "running")]
     return " ".join([command, *(name.split("_")[0] for name in left)])
-
-
-def _profile(folder: Path) -> str:
-    path = folder / "profile.yaml"
-    # Runs of before have none: the person who started it knows the profile.
-    return shown_path(path) if path.exists() else f"PROFILE run={folder.name}"
-
-
-def shown_path(path: Path) -> str:
-    """As it is typed in the repository's folder."""
-    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
 
 
 def progress_text(path: Path) -> str:
