@@ -28,6 +28,7 @@ from eagle3lib.measure.profile import drafter_fingerprint, read_profile
 from eagle3lib.measure.summary import check_benchmark
 from eagle3lib.report.campaign import read_campaign
 from eagle3lib.report.figures import acceptance_per_step, arms_bars, heldout_curves, load_words
+from eagle3lib.report.finding_cards import cards_html
 from eagle3lib.report.html import TO_THE_PAGE, page_template, render_notebook, render_run
 from eagle3lib.report.page_top import set_answers
 from eagle3lib.report.planned import planned_beside_measured
@@ -173,6 +174,7 @@ def _content(folder: Path, metrics: dict[str, Any], plotly_js: bool | str) -> di
         "answers": set_answers(metrics.get("06_benchmark_serving"), diagnosis),
         "benchmark": metrics.get("06_benchmark_serving"),
         "diagnosis": diagnosis,
+        "cards": cards_html(diagnosis["findings"]) if diagnosis else "",
         "training": metrics.get("04_train_drafter"),
         "data": metrics.get("01_generate_data"),
         "outdated": outdated_by(folder, "07_diagnose_acceptance")
