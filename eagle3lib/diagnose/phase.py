@@ -34,6 +34,8 @@ from eagle3lib.measure.arms import OWN
 from eagle3lib.target.folder import Target
 
 Replayed = dict[str, list[ReplayedAnswer]]
+# Faults of the measurement whose rounds no simulator has: other drafts, other draws, missing ones.
+_DIFFERS = {"k-mistranslated", "sampled-benchmark", "accounting"}
 OnAnswer = Callable[[int], None]
 
 
@@ -150,13 +152,14 @@ def verdict_line(causes: list[Cause]) -> str:
 
 def with_verdict(causes: list[Cause], old: list[Finding]) -> list[Cause]:
     """The two verdicts' own findings where no cause says more: an engine that disagrees is named
-    by its variant, and a smoke test is no hunt for a weak drafter."""
+    by its variant or by how it was asked, and a smoke test is no hunt for a weak drafter."""
     codes = {c.code for c in causes}
+    differs = any(c.question == 2 and c.severity != "note" for c in causes) or codes & _DIFFERS
     explained = any(c.severity != "note" for c in causes)
     kept = []
     for f in old:
         if f.code in codes or f.code in ("engine-disagrees", "nothing-accepted"):
-            if not any(c.question == 2 and c.severity != "note" for c in causes):
+            if not differs:
                 kept.append(as_cause(f, 2))
         elif f.code == "weak-drafter":
             if "smoke-test" not in codes and not explained:

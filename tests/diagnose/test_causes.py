@@ -50,6 +50,15 @@ def test_the_engines_fault_is_named_once():
     assert [c.code for c in with_verdict([], [old])] == ["engine-disagrees"]
 
 
+def test_rounds_of_another_k_are_no_engine_that_disagrees():
+    named = cause("k-mistranslated", question=1)
+    old = Finding("engine-disagrees", "error", "the engine's acceptance length is away")
+    assert [c.code for c in with_verdict([named], [old])] == ["k-mistranslated"]
+    # A wrong counter changes no round.
+    both = with_verdict([cause("counters-cumulative", question=1)], [old])
+    assert {c.code for c in both} == {"counters-cumulative", "engine-disagrees"}
+
+
 def test_a_vocabulary_that_holds_all_costs_nothing():
     assert ceiling_cost(1.0, 3) == 0
     assert ceiling_cost(0.5, 2) == 2 - 0.75

@@ -26,7 +26,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from catalogue import FAULTS, ON_REAL, PAIRS, Fault
+from catalogue import FAULTS, ON_REAL, PAIRS, PAIRS_ON_REAL, Fault
 from kinds import KINDS
 from plant import DATA, Generate, Inapplicable, Plant
 from plants import PLANTS
@@ -34,10 +34,9 @@ from small import Kind, save_small_target, small_run
 
 from eagle3lib.data.rows import AnswerRow, read_answers
 from eagle3lib.diagnose.cause import Cause
-from eagle3lib.diagnose.causes import causes_of
-from eagle3lib.diagnose.evidence import collect
 from eagle3lib.diagnose.live import StatesOf
 from eagle3lib.diagnose.material import read_material
+from eagle3lib.diagnose.phase import diagnose
 from eagle3lib.diagnose.served import Setting
 from eagle3lib.lab.files import (
     hash_file,
@@ -48,6 +47,7 @@ from eagle3lib.lab.files import (
     write_text,
 )
 from eagle3lib.lab.machine import ROOT, cores
+from eagle3lib.lab.params import DiagnoseParams
 from eagle3lib.lab.run import outputs_root, run_folder
 from eagle3lib.target.folder import Target, open_target
 from eagle3lib.target.forward import forward_states
@@ -131,7 +131,7 @@ class Bench:
         for fault in sorted(faults, key=lambda f: _ORDER.index(_SECTION[f])):
             PLANTS[fault](plant)
         material = read_material(plant.folder, self.target, self.states_of, self.head)
-        return causes_of(collect(material, every_variant=False))
+        return diagnose(material, DiagnoseParams(), every_variant=False)[1]
 
 
 def _in_float32(setting: Setting) -> Setting:
@@ -197,19 +197,20 @@ class Case:
 
 def cases(run: str, only: set[str]) -> list[Case]:
     """Those named in ``only``; none named: all on the small run, which has the healthy kinds too,
-    and the chosen ones on a run with a real target, where a case takes minutes."""
+    and the chosen ones on a run with a real target, where a case takes half a minute or minutes."""
     by_id = {f.id: f for f in FAULTS}
     kinds = [Case(k.name, "healthy", kind=k) for k in KINDS] if run == SMALL else []
     healthy = kinds or [Case("healthy", "healthy")]
     pairs = [Case("+".join(pair), "pairs", tuple(by_id[i] for i in pair)) for pair in PAIRS]
     every = [*healthy, *(Case(f.id, f.part, (f,)) for f in FAULTS), *pairs]
-    chosen = only or {c.name for c in every if run == SMALL or c.part == "healthy"} | {*ON_REAL}
+    on_real = {*ON_REAL, "healthy", *(c.name for c in pairs[:PAIRS_ON_REAL])}
+    chosen = only or {c.name for c in every if run == SMALL or c.name in on_real}
     return [c for c in every if c.name in chosen]
 
 
 def run_bench(run: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """One line a case that was asked for and means something in this run."""
-    torch.set_num_threads(cores())
+    torch.set_num_threads(args.threads)
     work = outputs_root() / ".faults"
     work.mkdir(parents=True, exist_ok=True)
     results, stamp = work / "results.jsonl", _stamp(run)
@@ -310,6 +311,7 @@ def main() -> None:
                         "several times")  # fmt: skip
     parser.add_argument("--only", default="", help="cases by name, parted by commas")
     parser.add_argument("--part", default="", choices=["", *PARTS])
+    parser.add_argument("--threads", type=int, default=cores(), help="to compute with")
     parser.add_argument("--again", action="store_true", help="also what was done already")
     parser.add_argument("--table", type=Path, help="write the table here, and its data as .json")
     args = parser.parse_args()
