@@ -31,6 +31,11 @@ def interval_text(speedup: dict[str, Any]) -> str:
     return f"{speedup['low']:.2f} to {speedup['high']:.2f}"
 
 
+def known_text(value: float | None, places: int = 2, unit: str = "") -> str:
+    """A number with its unit; a word where it is None."""
+    return "unknown" if value is None else f"{value:.{places}f}{unit}"
+
+
 def time_text(iso: str) -> str:
     """A UTC time of a manifest or journal, to the minute; "" stays empty."""
     return iso[:16].replace("T", " ") + " UTC" if iso else ""

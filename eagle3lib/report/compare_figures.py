@@ -7,19 +7,18 @@ from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
-from pandas.io.formats.style import Styler
 from plotly.subplots import make_subplots
 
 from eagle3lib.measure.compare import STATISTICS, Difference
 from eagle3lib.report.style import GREY, LEGEND_BELOW, PARTS, SET_COLOURS, nothing_drawn, styled
-from eagle3lib.report.tables import show
+from eagle3lib.report.tables import Shown, show
 
 _ROW_PX, _PANEL_PX, _GAP_PX, _MARGINS_PX = 24, 76, 56, 146  # a gap: tick labels, then a title
 _UNITS = {"acceptance length": "acceptance length, tokens a round", "speed-up": "speed-up, times"}
 _DASHES = ("solid", "dash", "dot", "dashdot")
 
 
-def side_by_side_table(lines: list[dict[str, Any]]) -> Styler:
+def side_by_side_table(lines: list[dict[str, Any]]) -> Shown:
     """``side_by_side``: a column a run; what a run lacks is a dash."""
     frame = pd.DataFrame(lines)
     columns = [c for c in frame.columns if c not in ("kind", "what")]
@@ -34,7 +33,7 @@ def _shown(value: Any) -> str:
     return f"{int(value):,}" if isinstance(value, int | float) else str(value)
 
 
-def differences_table(found: Sequence[Difference]) -> Styler:
+def differences_table(found: Sequence[Difference]) -> Shown:
     """One line a difference, those that can be compared first."""
     lines = [
         {

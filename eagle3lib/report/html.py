@@ -17,6 +17,7 @@ from pygments.lexers import PythonLexer
 from traitlets.config import Config
 
 from eagle3lib.lab.files import write_text
+from eagle3lib.lab.words import known_text
 from eagle3lib.report.spoken import describe_figure
 
 _HERE = Path(__file__).parent
@@ -85,7 +86,7 @@ def page_template(
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_HERE), autoescape=True, trim_blocks=True
     )
-    environment.filters |= filters or {}
+    environment.filters |= {"known": known_text} | (filters or {})
     light, dark = (
         HtmlFormatter(style=name).get_style_defs(".highlight") for name in ("default", _DARK_CODE)
     )

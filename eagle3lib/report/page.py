@@ -150,18 +150,20 @@ def explorers_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def answer_numbers(metrics: dict[str, Any], set_name: str = "workload") -> dict[str, Any] | None:
-    """The four numbers: plain tok/s, tok/s with our drafter, acceptance length, speed-up."""
+    """The four numbers: plain tok/s, tok/s with our drafter, acceptance length, speed-up. The last
+    two are None where the engine told no rounds, and where no prompt was asked of both arms."""
     benchmark = metrics.get("06_benchmark_serving")
     lines = {(line["arm"], line["set"]): line for line in benchmark["arms"]} if benchmark else {}
     plain, own = lines.get((PLAIN, set_name)), lines.get((OWN, set_name))
     if not plain or not own:
         return None
+    speedup = own["speedup"]
     return {
         "baseline_tokens_per_s": plain["tokens_per_s"],
         "drafter_tokens_per_s": own["tokens_per_s"],
         "acceptance_length": own["acceptance"]["acceptance_length"],
-        "speedup": own["speedup"]["value"],
-        "interval": interval_text(own["speedup"]),
+        "speedup": speedup["value"] if speedup else None,
+        "interval": interval_text(speedup) if speedup else "unknown",
         "num_speculative_tokens": benchmark["num_speculative_tokens"],
     }
 

@@ -69,7 +69,7 @@ def _answer(
         plain=plain["tokens_per_s"] if plain else None,
         drafted=line["tokens_per_s"],
         rounds=counts["rounds"],
-        prompts=counts["requests"] // repeats,
+        prompts=line["requests"] // repeats,
         cause=" ".join(_causes(line, diagnosis)),
     )
 

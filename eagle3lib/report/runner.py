@@ -22,7 +22,7 @@ from eagle3lib.lab.run import (
     phase_state,
     run_folder,
 )
-from eagle3lib.lab.words import duration_text
+from eagle3lib.lab.words import duration_text, known_text
 from eagle3lib.report.campaign import progress_text
 from eagle3lib.report.page import (
     answer_numbers,
@@ -115,9 +115,10 @@ def _print_answer(page: Path, folder: Path) -> None:
         print(
             f"baseline           {numbers['baseline_tokens_per_s']:6.1f} tok/s\n"
             f"with the drafter   {numbers['drafter_tokens_per_s']:6.1f} tok/s\n"
-            f"acceptance length  {numbers['acceptance_length']:6.2f}   "
+            f"acceptance length  {known_text(numbers['acceptance_length']):>6}   "
             f"(K = {numbers['num_speculative_tokens']})\n"
-            f"speed-up           {numbers['speedup']:6.2f}   (95 % interval {numbers['interval']})"
+            f"speed-up           {known_text(numbers['speedup']):>6}   "
+            f"(95 % interval {numbers['interval']})"
         )
 
 

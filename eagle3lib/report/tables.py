@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 import pandas as pd
@@ -10,6 +12,7 @@ from pandas.io.formats.style import Styler
 
 from eagle3lib.data.rows import AnswerRow
 from eagle3lib.lab.finding import Finding, by_severity
+from eagle3lib.measure.arms import PLAIN, RequestRow, output_differences
 from eagle3lib.target.states import StateStore
 
 _EXCERPT_CHARS = 240
@@ -22,8 +25,29 @@ _STYLES = [
 ]
 
 
-def show(frame: pd.DataFrame) -> Styler:
-    """A table for reading: nothing cut off, left-aligned, thousands separated."""
+@dataclass(frozen=True)
+class NoRows:
+    """Words in place of a table that would be a bare header."""
+
+    words: str
+
+    def to_html(self) -> str:
+        return f'<p class="sub">{escape(self.words)}</p>'
+
+    _repr_html_ = to_html
+
+    def __repr__(self) -> str:
+        return self.words
+
+
+Shown = Styler | NoRows
+
+
+def show(frame: pd.DataFrame, nothing: str = "Nothing to show.") -> Shown:
+    """A table for reading: nothing cut off, left-aligned, thousands separated; without a row the
+    words ``nothing``."""
+    if frame.empty:
+        return NoRows(nothing)
     plain = frame.index.names == [None] and isinstance(frame.index, pd.RangeIndex)
     # Prompts and answers hold markup of their own, which a page must show and not obey.
     styler = frame.style.format(precision=3, thousands=",", na_rep="", escape="html")
@@ -31,11 +55,14 @@ def show(frame: pd.DataFrame) -> Styler:
     return styler.hide(axis="index") if plain else styler
 
 
-def facts_table(facts: dict[str, Any] | list[dict[str, Any]]) -> Styler:
+def facts_table(
+    facts: dict[str, Any] | list[dict[str, Any]], nothing: str = "Nothing to show."
+) -> Shown:
     """One fact a line; a list of dicts becomes a table with their keys as columns."""
     if isinstance(facts, list):
-        return show(pd.DataFrame(facts))
-    return show(pd.DataFrame({"value": [_shown(v) for v in facts.values()]}, index=list(facts)))
+        return show(pd.DataFrame(facts), nothing)
+    frame = pd.DataFrame({"value": [_shown(v) for v in facts.values()]}, index=list(facts))
+    return show(frame, nothing)
 
 
 def _shown(value: Any) -> str:
@@ -44,12 +71,37 @@ def _shown(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def findings_table(findings: Iterable[Finding]) -> Styler:
+def findings_table(findings: Iterable[Finding]) -> Shown:
     columns = ["severity", "title", "evidence", "remedy", "where"]
-    return show(pd.DataFrame([f.as_dict() for f in by_severity(findings)], columns=columns))
+    lines = [f.as_dict() for f in by_severity(findings)]
+    return show(pd.DataFrame(lines, columns=columns), "Nothing was found wrong.")
 
 
-def answers_table(rows: list[AnswerRow]) -> Styler:
+def lossless_table(metrics: dict[str, Any]) -> Shown:
+    """The tests of samples, one a drafter's arm and temperature."""
+    asked = sorted({line["temperature"] for line in metrics["points"] if line["temperature"]})
+    return facts_table(
+        metrics["lossless"],
+        "Too few samples of both arms for a test."
+        if asked
+        else "No temperature above 0 was measured: there are no samples to test.",
+    )
+
+
+def parted_answers_table(rows: list[RequestRow], arm: str) -> Shown:
+    """Where greedy answers of ``arm`` part from the engine's alone. ``rows`` of the headline."""
+    greedy = [row for row in rows if not row.temperature]
+    asked = {name: {row.prompt for row in greedy if row.arm == name} for name in (PLAIN, arm)}
+    both = len(asked[PLAIN] & asked[arm])
+    return show(
+        output_differences(greedy, arm),
+        f"The {arm} gave all {both} answers of the engine alone, token by token."
+        if both
+        else f"No greedy answer of the {arm} to compare with the engine alone.",
+    )
+
+
+def answers_table(rows: list[AnswerRow]) -> Shown:
     """Answers and tokens by set and split, and how they ended."""
     frame = pd.DataFrame(
         [
@@ -69,7 +121,7 @@ def answers_table(rows: list[AnswerRow]) -> Styler:
     return show(table)
 
 
-def lengths_table(report: dict[str, Any]) -> Styler:
+def lengths_table(report: dict[str, Any]) -> Shown:
     """Tokens of prompts and answers by set and split, out of phase 01's data report."""
     sides = ("prompt", "answer")
     lines = [
@@ -80,7 +132,7 @@ def lengths_table(report: dict[str, Any]) -> Styler:
     return show(pd.DataFrame(lines).rename(columns={"p90": "90 % below"}))
 
 
-def reasoning_table(report: dict[str, Any]) -> Styler:
+def reasoning_table(report: dict[str, Any]) -> Shown:
     """Tokens that the target made, those of them that are reasoning, and code, by set."""
     lines = []
     for name, tokens in report["tokens_by_role"].items():
@@ -100,7 +152,7 @@ def reasoning_table(report: dict[str, Any]) -> Styler:
     return show(pd.DataFrame(lines))
 
 
-def on_policy_table(lines: list[dict[str, Any]]) -> Styler:
+def on_policy_table(lines: list[dict[str, Any]]) -> Shown:
     """How many answer tokens are the target's own greedy ones, by kind of answer."""
     return show(
         pd.DataFrame(
@@ -121,7 +173,7 @@ def on_policy_table(lines: list[dict[str, Any]]) -> Styler:
     )
 
 
-def near_answers_table(report: dict[str, Any], rows: list[AnswerRow]) -> Styler:
+def near_answers_table(report: dict[str, Any], rows: list[AnswerRow]) -> Shown:
     """How many answers are near an earlier one, and the first such pair as it is."""
     near = report["near_duplicates"]
     found, least = near["near_an_earlier_one"], near["least_similarity"]
@@ -140,7 +192,7 @@ def near_answers_table(report: dict[str, Any], rows: list[AnswerRow]) -> Styler:
     return facts_table(lines)
 
 
-def sample_answers(rows: list[AnswerRow], count: int) -> Styler:
+def sample_answers(rows: list[AnswerRow], count: int) -> Shown:
     """The first characters of some prompts and answers, evenly picked."""
     picked = rows[:: max(1, len(rows) // count)][:count]
     return show(
@@ -171,7 +223,7 @@ def norms_table(store: StateStore, most_rows: int = 24) -> pd.DataFrame:
     return pd.DataFrame(out)
 
 
-def baselines_table(metrics: dict[str, Any]) -> Styler:
+def baselines_table(metrics: dict[str, Any]) -> Shown:
     """Acceptance length on held-out answers: the drafter, untrained, and the n-gram baselines."""
     lines = {"drafter (best epoch)": metrics["heldout"], "drafter, untrained": metrics["untrained"]}
     for label in ("bigram", "unigram"):
@@ -190,7 +242,7 @@ def baselines_table(metrics: dict[str, Any]) -> Styler:
     )
 
 
-def steps_table(metrics: dict[str, Any]) -> Styler:
+def steps_table(metrics: dict[str, Any]) -> Shown:
     """Training-time-test steps of the last update: labels, labels inside the vocabulary, right
     ones."""
     lines = []
@@ -207,7 +259,7 @@ def steps_table(metrics: dict[str, Any]) -> Styler:
     return show(pd.DataFrame(lines).set_index("step"))
 
 
-def acceptance_table(metrics: dict[str, Any]) -> Styler:
+def acceptance_table(metrics: dict[str, Any]) -> Shown:
     """Counts and shares per step of every arm with a drafter."""
     lines = []
     for line in metrics["arms"]:
@@ -228,10 +280,10 @@ def acceptance_table(metrics: dict[str, Any]) -> Styler:
             entry[f"step {k}"] = f"{share:.1%}"
             entry[f"step {k} given {k - 1}"] = "" if given is None else f"{given:.1%}"
         lines.append(entry)
-    return show(pd.DataFrame(lines))
+    return show(pd.DataFrame(lines), "No arm had a drafter.")
 
 
-def comparison_table(metrics: dict[str, Any]) -> Styler:
+def comparison_table(metrics: dict[str, Any]) -> Shown:
     """Engine against simulator by set."""
     lines = []
     for name in ("workload", "general"):
@@ -250,4 +302,4 @@ def comparison_table(metrics: dict[str, Any]) -> Styler:
                 "target's greedy token": compared["teacher_agreement"],
             }
         )
-    return show(pd.DataFrame(lines))
+    return show(pd.DataFrame(lines), "No set of prompts to compare.")

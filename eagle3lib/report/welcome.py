@@ -13,6 +13,7 @@ from eagle3lib.lab.errors import UserError
 from eagle3lib.lab.files import read_json
 from eagle3lib.lab.notebooks import NOTEBOOKS, read_notebook
 from eagle3lib.lab.run import outputs_root
+from eagle3lib.lab.words import known_text
 from eagle3lib.report.campaign import read_campaign
 from eagle3lib.report.page import answer_numbers, phase_metrics
 
@@ -63,7 +64,8 @@ def runs_table() -> Table:
             rows.append((html.escape(folder.name), "", text, "", ""))
             continue
         answer = numbers and (
-            f"{numbers['speedup']:.2f}x at acceptance length {numbers['acceptance_length']:.2f}"
+            f"{known_text(numbers['speedup'], unit='x')} at acceptance length"
+            f" {known_text(numbers['acceptance_length'])}"
         )
         page = folder / "index.html"
         report = _link(page, "page of the run") if page.exists() else f"eagle3 report {folder.name}"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from eagle3lib.lab.words import duration_text, interval_text, size_text, time_text
+from eagle3lib.lab.words import duration_text, interval_text, known_text, size_text, time_text
 
 
 @pytest.mark.parametrize(
@@ -30,3 +30,9 @@ def test_an_interval_without_bounds_says_why():
 def test_times_are_told_to_the_minute():
     assert time_text("2026-12-01T03:04:05+00:00") == "2026-12-01 03:04 UTC"
     assert time_text("") == ""
+
+
+def test_a_number_that_is_not_known_is_a_word_without_a_unit():
+    assert known_text(1.2345, unit="x") == "1.23x"
+    assert known_text(0.0, 3) == "0.000"
+    assert known_text(None, unit="x") == "unknown"
