@@ -7,6 +7,7 @@ from eagle3lib.diagnose.evidence import Evidence
 from eagle3lib.diagnose.rules_checkpoint import checkpoint
 from eagle3lib.diagnose.rules_data import data
 from eagle3lib.diagnose.rules_engine import engine
+from eagle3lib.diagnose.rules_groups import groups
 from eagle3lib.diagnose.rules_measured import measured
 from eagle3lib.diagnose.rules_reference import reference
 from eagle3lib.diagnose.rules_training import training
@@ -15,5 +16,5 @@ from eagle3lib.diagnose.rules_unrecorded import unrecorded
 
 def causes_of(e: Evidence) -> list[Cause]:
     """Every rule of questions 1 to 6. Speed, the seventh, has its own verdict."""
-    rules = (measured, unrecorded, engine, reference, checkpoint, training, data)
+    rules = (measured, unrecorded, engine, reference, checkpoint, training, data, groups)
     return ranked([*e.material.problems, *(c for rule in rules for c in rule(e))])

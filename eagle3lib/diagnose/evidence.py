@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eagle3lib.diagnose.groups import Group, acceptance_groups
 from eagle3lib.diagnose.live import neighbours
 from eagle3lib.diagnose.material import Material
 from eagle3lib.diagnose.outcomes import Outcome, is_explained, outcomes
@@ -72,12 +73,15 @@ class Evidence:
     stored: list[StoredRow] = field(default_factory=list)
     broken_states: list[tuple[str, str]] = field(default_factory=list)  # id, what is wrong
     teacher_training: float | None = None  # greedy share of training answers, by stored states
+    groups: list[Group] = field(default_factory=list)
+    text_read: bool = True  # by the target's tokenizer; without it no groups by text
 
 
 def collect(m: Material, *, every_variant: bool = True) -> Evidence:
     """Measure everything that the material allows. Without ``every_variant`` an engine whose record
     is the drafter's own is asked no further."""
     e = Evidence(m)
+    e.groups, e.text_read = acceptance_groups(m)
     if m.own_rows:
         for row in m.own_rows:
             _one_answer(e, row)
@@ -263,6 +267,7 @@ def facts(e: Evidence) -> dict[str, Any]:
         "prompt_lookup_share": _ratio(sum(v.seen_in_prompt for v in e.views), tokens),
         "greedy_share": _ratio(sum(v.greedy_right for v in e.views), tokens),
         "teacher_training": e.teacher_training,
+        "groups": [g.as_dict() for g in e.groups],
         "stored_rows": [s.__dict__ for s in e.stored],
     }
 

@@ -10,6 +10,7 @@ from eagle3lib.data.template import ChatTemplate, RefusedTurn, load_chat_templat
 from eagle3lib.data.tokens_view import thinking_arguments
 from eagle3lib.diagnose.cause import Cause, bars, rows_of
 from eagle3lib.diagnose.evidence import Evidence, TargetView, cross_entropy, unseen_share
+from eagle3lib.diagnose.groups import has_system, thinks
 from eagle3lib.diagnose.material import Material
 from eagle3lib.lab.errors import UserError
 from eagle3lib.training.evaluate import ENOUGH_TOKENS
@@ -127,9 +128,6 @@ def thinking(m: Material) -> list[Cause]:
     if not trained or not served:
         return []
 
-    def thinks(r: AnswerRow) -> bool:
-        return r.reasoning_kind in ("complete", "cut") or r.sampling.get("thinking") == "on"
-
     a, b = _share(trained, thinks), _share(served, thinks)
     if abs(a - b) < 0.5:
         return []
@@ -152,10 +150,7 @@ def system_prompt(m: Material) -> list[Cause]:
     if not trained or not served:
         return []
 
-    def has(r: AnswerRow) -> bool:
-        return any(x.get("role") == "system" for x in r.messages)
-
-    a, b = _share(trained, has), _share(served, has)
+    a, b = _share(trained, has_system), _share(served, has_system)
     if abs(a - b) < 0.5:
         return []
     return [
@@ -165,8 +160,8 @@ def system_prompt(m: Material) -> list[Cause]:
             "the system message is part of every state that the drafter reads",
             "train with the system prompts that are served",
             experiment="roles of the messages, trained and served",
-            rows=rows_of("prompt", ((r.id, f"{'with' if has(r) else 'without'} a system message")
-                         for r in served if has(r) != (a > b))),
+            rows=rows_of("prompt", ((r.id, f"{'with' if has_system(r) else 'without'} a system "
+                                     "message") for r in served if has_system(r) != (a > b))),
             series=bars("Prompts with a system message", "share", {"trained": a, "served": b}),
         )
     ]  # fmt: skip
