@@ -3,7 +3,7 @@ window.Plotly = {
   undrawn: true,
   newPlot: id => {
     const place = document.getElementById(id), words = document.createElement("p");
-    const told = place.closest("figure")?.getAttribute("aria-label") ?? "";
+    const told = place.closest("[aria-label]")?.getAttribute("aria-label") ?? "";
     words.textContent = `This figure needs the network: plotly's library could not be loaded. ${told}`;
     place.classList.remove("plotly-graph-div");
     place.style.height = place.parentElement.style.height = "auto";

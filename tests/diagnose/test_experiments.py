@@ -69,6 +69,7 @@ def checked(command):
 def test_every_cause_of_a_run_has_an_experiment_that_can_be_typed(run, code, question):
     served = {"engines": "vllm", "compile": True, "vllm_settings": "tensor_parallel=8 -- --x y"}
     m = material(run, served_params=served)
+    m.benchmark["temperature"] = 0.7  # greedy rounds are no experiment where they were greedy
     cause = Cause(code, "error", code, question=question, command="eagle3 run PROFILE 06 07")
     (made,) = with_trials([cause], m)
     assert made.trials, "no experiment"
@@ -92,6 +93,14 @@ def test_what_would_change_nothing_is_left_out(run):
     m = replace(material(run, served_params={"reference_drafter": "/d"}), dtype="float32")
     (made,) = with_trials([Cause("engine-disagrees", "error", "t", question=2)], m)
     assert [t.what.split()[0] for t in made.trials] == ["another", "overfit"]
+
+
+@pytest.mark.parametrize("heat", [0.0, 0.7])
+def test_a_sampled_benchmark_that_accepts_nothing_is_asked_greedily_first(run, heat):
+    m = material(run)
+    m.benchmark["temperature"] = heat
+    (made,) = with_trials([Cause("nothing-accepted", "error", "t", question=2)], m)
+    assert ("temperatures=0" in made.trials[0].commands[0]) == bool(heat)
 
 
 def test_a_drafter_from_elsewhere_is_served_and_asked_with_its_own_names():
