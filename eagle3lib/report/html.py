@@ -90,10 +90,13 @@ def page_template(
     light, dark = (
         HtmlFormatter(style=name).get_style_defs(".highlight") for name in ("default", _DARK_CODE)
     )
-    code = f"{light}\n@media (prefers-color-scheme: dark) {{\n{dark}\n}}\n"
+    code = f"{light}\n@media screen and (prefers-color-scheme: dark) {{\n{dark}\n}}\n"
     environment.globals["style"] = code + (_HERE / "style.css").read_text(encoding="utf-8")
     environment.globals["undrawn"] = (_HERE / "undrawn.js").read_text(encoding="utf-8")
-    environment.globals["narrow"] = (_HERE / "narrow.js").read_text(encoding="utf-8")
+    # After the figures are drawn.
+    environment.globals["adapt"] = "".join(
+        (_HERE / name).read_text(encoding="utf-8") for name in ("narrow.js", "dark.js")
+    )
     return environment.get_template(name)
 
 
