@@ -1,7 +1,8 @@
 """A cause: a finding that also says what it costs, which experiment proves it, and what to run.
 
 Causes stack, so all are kept. They are ordered by severity, then by how well they are proven, then
-by what they cost, then by the order of the seven questions (``QUESTIONS``).
+by what they cost, then by the order of the seven questions (``QUESTIONS``). Of notes the smoke test
+comes first: a toy amount of data explains the others.
 """
 
 from __future__ import annotations
@@ -102,8 +103,9 @@ def ranked(causes: Iterable[Cause]) -> list[Cause]:
         unique.setdefault((cause.code, cause.where), cause)
     return sorted(
         unique.values(),
-        key=lambda c: (_ORDER[c.severity], _PROOF[c.proof], -(c.cost or 0.0), c.question),
-    )
+        key=lambda c: (_ORDER[c.severity], c.severity != "note" or c.code != "smoke-test",
+                       _PROOF[c.proof], -(c.cost or 0.0), c.question),
+    )  # fmt: skip
 
 
 def as_cause(finding: Finding, question: int) -> Cause:

@@ -24,6 +24,11 @@ def test_errors_first_then_the_proven_then_the_dear():
     assert [c.code for c in ranked(found)] == ["dear", "cheap", "suspected", "warned", "note"]
 
 
+def test_a_toy_amount_of_data_is_the_first_of_notes():
+    found = [cause("low-coverage", "note", proof="shown", cost=1.6), SMOKE, cause("bad", "warning")]
+    assert [c.code for c in ranked(found)] == ["bad", "smoke-test", "low-coverage"]
+
+
 def test_causes_stack_and_are_named_once():
     assert [c.code for c in ranked([cause("a"), cause("b"), cause("a")])] == ["a", "b"]
 
